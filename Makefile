@@ -10,7 +10,7 @@ FAST := -m "not slow and not gpu" -n 2
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-dist test-slow lint format bench bench-gpu docs wheel constraints clean
+.PHONY: help setup demo test test-unit test-dist test-slow lint format bench bench-gpu docs figures wheel constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,9 +40,10 @@ test-dist: setup ## run the tests that start several processes
 test-slow: setup ## run the slow tests, which the default suite skips
 	@$(TEST) -m "slow and not gpu"
 
-lint: setup ## check with ruff and mypy, without changes
+lint: setup ## check style, spelling and types, without changes
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
 	@$(BIN)/mypy
 
 format: setup ## format and auto-fix the code with ruff
@@ -58,6 +59,9 @@ bench-gpu: setup ## run the GPU tests and benchmarks (needs an NVIDIA GPU; under
 docs: setup ## build the documentation into docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "docs: open docs/_build/html/index.html"
+
+figures: setup ## redraw the figures of README and documentation into docs/figures
+	@$(BIN)/python -m scripts.figures
 
 wheel: ## build the wheel, install it without extras in a clean environment and run every method there
 	@sh scripts/wheel.sh

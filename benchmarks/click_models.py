@@ -25,7 +25,7 @@ LARGE_LAYERS = ("bottom.2", "top.0", "top.2")
 ROWS = ("dense-sgd", "dense-adamw", "cores-sgd", "cores-adamw")
 
 
-def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu") -> DLRM:
+def build_model(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu") -> DLRM:
     """Return the model of a row; a TT table is never held as a dense table.
 
     Args:
@@ -55,7 +55,7 @@ def model_of(name: str, *, rank: int = RANK, shrink: int = 1, device: str = "cpu
     return model.train()
 
 
-def optimizer_of(name: str, model: DLRM) -> torch.optim.Optimizer:
+def build_optimizer(name: str, model: DLRM) -> torch.optim.Optimizer:
     """Return SGD with sparse gradients for dense tables, as the public DLRM trains, or AdamW with dense gradients."""
     if name.endswith("sgd"):
         for table in model.tables:
@@ -65,7 +65,7 @@ def optimizer_of(name: str, model: DLRM) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 
 
-def batches_of(count: int, batch_size: int, shrink: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
+def make_batches(count: int, batch_size: int, shrink: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return numeric features, ids and labels of Zipf-distributed clicks."""
     clicks = ZipfClicks(cardinalities=[max(2, size // shrink) for size in CRITEO_KAGGLE])
     made = []
@@ -81,13 +81,13 @@ class Training:
 
     Args:
         name: one of `ROWS`.
-        batches: from `batches_of`.
-        rank, shrink: as for `model_of`.
+        batches: from `make_batches`.
+        rank, shrink: as for `build_model`.
     """
 
     def __init__(self, name: str, batches: list[tuple[Tensor, Tensor, Tensor]], *, rank: int, shrink: int) -> None:
-        self.model = model_of(name, rank=rank, shrink=shrink)
-        self.optimizer = optimizer_of(name, self.model)
+        self.model = build_model(name, rank=rank, shrink=shrink)
+        self.optimizer = build_optimizer(name, self.model)
         self._batches = batches
 
     def step(self) -> Callable[[], None]:
@@ -120,12 +120,12 @@ class Training:
             "num_parameters": sum(param.numel() for param in self.model.parameters()),
             "weight_bytes": sum(param.nbytes for param in self.model.parameters()),
             "gradient_bytes": sum(part.nbytes for part in held),
-            "optimizer_state_bytes": held_bytes_of(self.optimizer),
+            "optimizer_state_bytes": optimizer_bytes(self.optimizer),
         }
 
 
-def held_bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that an optimizer holds, without sparse gradients, which have no storage of their own."""
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that an optimizer holds, without sparse gradients, which have no storage."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from resumable import Line, Spec, key_of
-from small_models import ROOT, data_folder, facts
+from resumable import Line, Spec, spec_key
+from small_models import ROOT, data_folder, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
@@ -137,7 +137,7 @@ def flights(every: int = 1) -> tuple[Path, Path]:
     return paths
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     """Return the flights recipe with crossed columns and tables of another width, evaluated on the test or dev set."""
     recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
     train, test = flights(spec["every"])
@@ -159,7 +159,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
 def run_training(spec: Spec) -> Line:
     """Train one kind of tables in this process and return its result line."""
     began = time.time()
-    recipe = load_recipe(recipe_of(spec))
+    recipe = load_recipe(build_recipe(spec))
     task = get_task("clicks")
     data = task.prepare(recipe.data, seed=0)
     model = build_run_model(recipe, task, data)
@@ -178,7 +178,7 @@ def run_training(spec: Spec) -> Line:
         loss = task.loss(model, batches.next_step()[0]).loss / batch
         if not torch.isfinite(loss):
             failure = {"eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
-            return {"key": key_of(spec), **spec, **failure, **facts(began)}
+            return {"key": spec_key(spec), **spec, **failure, **run_facts(began)}
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -188,4 +188,4 @@ def run_training(spec: Spec) -> Line:
         "table_numbers": sum(param.numel() for param in model.tables.parameters()),
         "table_sizes": list(data.features.table_sizes) if data.features is not None else [],
     }
-    return {"key": key_of(spec), **spec, **figures, **sizes, **facts(began)}
+    return {"key": spec_key(spec), **spec, **figures, **sizes, **run_facts(began)}

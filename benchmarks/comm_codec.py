@@ -72,7 +72,7 @@ def main() -> int:
             "batched": batched(params, gradients, topk),
         }
         with torch.no_grad():
-            times = take_turns(work, options.config, warmup=1)
+            times = take_turns(work, options.rounds, warmup=1)
         rows[str(topk)] = {name: ratio(own, times["plain"]) for name, own in times.items()}
         for name, row in rows[str(topk)].items():
             low, high = row["ratio_95"]

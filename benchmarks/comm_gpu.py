@@ -59,7 +59,7 @@ def language_model(shape: dict[str, int], vocab_size: int, device: str) -> nn.Mo
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 
-def exchange_of(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
+def build_exchange(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
     """Return an exchange over parameters with a model's shapes, after two calls."""
     dtype = getattr(torch, case["dtype"])
     groups = []
@@ -72,11 +72,11 @@ def exchange_of(shape: dict[str, int], vocab_size: int, case: dict[str, Any], de
         groups, topk=case["topk"], residual=case["residual"], values="sign", dense="sign", check_every=None
     )
     for seed in range(2):
-        stepped(made, gradients_of(made, seed))
+        stepped(made, make_gradients(made, seed))
     return made
 
 
-def gradients_of(made: MomentumExchange, seed: int) -> list[Tensor]:
+def make_gradients(made: MomentumExchange, seed: int) -> list[Tensor]:
     params = parameters(made)
     generator = torch.Generator(params[0].device).manual_seed(seed)
     return [torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device) for p in params]
@@ -158,10 +158,10 @@ class Codec:
         return torch.equal(*packed) and all(map(torch.equal, decoded, self.decode()))
 
 
-def codec(case: dict[str, Any], model: dict[str, Any], config: int, device: str) -> dict[str, Any]:
+def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
     """Return the times of the parts of one case, and the bytes it sends."""
-    made = exchange_of(case=case, device=device, **model)
-    gradients = gradients_of(made, seed=1)
+    made = build_exchange(case=case, device=device, **model)
+    gradients = make_gradients(made, seed=1)
     parts = Codec(made, gradients)
     numbers = sum(param.numel() for param in parameters(made))
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
@@ -175,7 +175,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], config: int, device: str)
     work["exchange"] = lambda: stepped(made, gradients)  # last, because it changes the residuals
     for one in work.values():
         one()
-    times = in_turns(work, config, device)
+    times = in_turns(work, rounds, device)
     rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
     sent = made.planned_wire_bytes(REPLICAS)
     print(
@@ -187,7 +187,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], config: int, device: str)
     return {**case, "wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "parts": rows}
 
 
-def compute(model: dict[str, Any], tokens: tuple[int, int], config: int, device: str) -> dict[str, Any]:
+def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
     """Return the seconds of a forward and backward pass for `LAYERS`, extrapolated to all layers by their difference.
 
     Args:
@@ -208,7 +208,7 @@ def compute(model: dict[str, Any], tokens: tuple[int, int], config: int, device:
         work[str(layers)] = run
         for _ in range(2):
             run()
-    times = in_turns(work, config, device)
+    times = in_turns(work, rounds, device)
     few, more = (float(np.median(times[str(layers)])) for layers in LAYERS)
     each = (more - few) / (LAYERS[1] - LAYERS[0])
     whole = few + (shape["num_hidden_layers"] - LAYERS[0]) * each
@@ -228,13 +228,13 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = {"shape": SIZES["tiny" if options.tiny else options.size], "vocab_size": 320 if options.tiny else 32000}
     tokens = (2, 32) if options.tiny else (8, 2048)
-    cost = compute(model, tokens, options.config, options.device)
+    cost = compute(model, tokens, options.rounds, options.device)
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
     rows = []
     for case in CASES:
-        row = codec(case, model, options.config, options.device)
+        row = codec(case, model, options.rounds, options.device)
         seconds = row["parts"]["exchange"]["median_s"]
         row["share_of_step"] = seconds / (seconds + cost["compute_s"])
         print(f"  {row['share_of_step']:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")

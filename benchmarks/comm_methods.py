@@ -56,10 +56,10 @@ class Replica:
     exchanging: Callable[[], object] | None = None
     published_bytes: int | None = None
 
-    def step(self, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+    def step(self, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
         """Run forward, backward, exchange and update; return the loss of this replica."""
         self.optimizer.zero_grad()
-        loss = loss_of(self.model)
+        loss = compute_loss(self.model)
         with self.last_backward():
             loss.backward()  # type: ignore[no-untyped-call]
         if self.exchanging is not None:
@@ -205,7 +205,7 @@ def exchanged(
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
-    The first beta of matrices is a setting of its own. Embeddings and vectors, whose gradients are synchronized instead
+    The first beta of matrices is a separate setting. Embeddings and vectors, whose gradients are synchronized instead
     of a momentum, keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)

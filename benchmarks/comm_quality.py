@@ -53,14 +53,14 @@ from typing import Any
 
 from dated import RESULTS
 from optim_quality import MODEL
-from resumable import BlockGrid, Ledger, Line, Spec, command_line, key_of
-from small_models import facts, printed, text
+from resumable import Grid, Ledger, Line, Spec, command_line, spec_key
+from small_models import printed, run_facts, text
 
 REPLICAS = 2
 ALSO = (4, 8)
-"""Numbers of replicas of further runs."""
+"""World sizes of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
-GRID = BlockGrid(RATES, start=4, least=3)  # starts at 2e-3
+GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
 OURS = "ours k8 all_gather"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
@@ -92,7 +92,7 @@ class Work:
     dense_lr: float
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
-    grid: BlockGrid = GRID
+    grid: Grid = GRID
     seeds: range = range(1, 9)
     few_seeds: range = range(1, 4)
     compute: str = "fp32"
@@ -205,7 +205,7 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     }
 
 
-def make_grid(data: str, method: str) -> BlockGrid:
+def make_grid(data: str, method: str) -> Grid:
     """Return the learning rates of a method, starting near its expected best rate."""
     grid = WORKS[data].grid
     return replace(grid, start=STARTS.get(method, grid.start))
@@ -223,12 +223,12 @@ def warm_up_steps(method: str, steps: int) -> int:
     return min(30, steps // 10) if method.startswith("powersgd") else 0
 
 
-def work_of(spec: Spec) -> Work:
+def get_work(spec: Spec) -> Work:
     return WORKS[spec.get("data", "novels")]
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
-    work = work_of(spec)
+def build_recipe(spec: Spec) -> dict[str, Any]:
+    work = get_work(spec)
     return {
         "name": "comm",
         "model": work.model,
@@ -277,11 +277,11 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.trainer.training.schedule import lr_factor
 
     world = spec["replicas"]
-    recipe = load_recipe(recipe_of(spec))
+    recipe = load_recipe(build_recipe(spec))
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
     model = build_run_model(recipe, task, data)
-    work = work_of(spec)
+    work = get_work(spec)
     options: dict[str, Any] = {}
     if start := warm_up_steps(spec["method"], spec["steps"]):
         options["start"] = start
@@ -294,7 +294,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     rates = [group["lr"] for group in replica.optimizer.param_groups]
     losses, heldout, figures = [], [], {}
 
-    def loss_of(called: torch.nn.Module) -> torch.Tensor:
+    def compute_loss(called: torch.nn.Module) -> torch.Tensor:
         with autocast(work.compute, context.device):
             return task.loss(called, batch).loss / batch.num_targets
 
@@ -304,7 +304,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
             group["lr"] = rate * factor
         (batch,) = batches.next_step()
         try:
-            loss = replica.step(loss_of)
+            loss = replica.step(compute_loss)
         except NonFiniteError as error:  # raised on all replicas at once
             figures = {"eval_loss": None, "failure": str(error)}
             break
@@ -348,7 +348,7 @@ def run_one(spec: Spec) -> Line:
         found = json.loads(Path(out).read_text())
     if found["eval_loss"] is not None and not found["eval_loss"] < 100.0:
         found |= {"eval_loss": None, "failure": "the loss is not finite"}
-    return {"key": key_of(spec), **spec, **found, **facts(began)}
+    return {"key": spec_key(spec), **spec, **found, **run_facts(began)}
 
 
 def swept(lines: Lines, data: str, method: str) -> list[float | None]:
@@ -360,11 +360,11 @@ def best_rate(lines: Lines, data: str, method: str) -> float | None:
     return make_grid(data, method).best(swept(lines, data, method))
 
 
-def methods_of(data: str) -> tuple[str, ...]:
+def methods_for(data: str) -> tuple[str, ...]:
     return WORKS[data].methods or METHODS
 
 
-def seeds_of(data: str, method: str) -> range:
+def seeds_for(data: str, method: str) -> range:
     return WORKS[data].seeds if method in MAIN else WORKS[data].few_seeds
 
 
@@ -379,7 +379,7 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 def report(lines: Lines, data: str) -> None:
     """Print the sweep: losses by learning rate."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
-    for method in methods_of(data):
+    for method in methods_for(data):
         print(GRID.row(method[:24], swept(lines, data, method)))
     one = best_rate(lines, data, ONE_RATE[0])
     if one is not None and one != WORKS[data].dense_lr:
@@ -389,15 +389,15 @@ def report(lines: Lines, data: str) -> None:
 def main() -> int:
     phases = ["sweep", "seeds", "settings", "shorter", "longer", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
-    parser.add_argument("--data", choices=list(WORKS), default="novels", help="what is trained on; novels unless given")
+    parser.add_argument("--data", choices=list(WORKS), default="novels", help="data set (default: novels)")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
-    parser.add_argument("--replicas", type=int, default=REPLICAS, help="seeds: how many processes")
+    parser.add_argument("--replicas", type=int, default=REPLICAS, help="seeds: number of processes")
     options = parser.parse_args()
     if options.phase == "one":
         printed(run_one(json.loads(options.spec)))
         return 0
     ledger = Ledger(options.results, Path(__file__), make=run_one)
-    methods = options.only or methods_of(options.data)
+    methods = options.only or methods_for(options.data)
     if options.phase == "report":
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
@@ -410,7 +410,7 @@ def main() -> int:
         for seed in (seeds := WORKS[options.data].seeds):
             for method in methods:
                 rate = best_rate(lines, options.data, method)
-                if rate is not None and seed in seeds_of(options.data, method):
+                if rate is not None and seed in seeds_for(options.data, method):
                     ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
                 elif rate is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")

@@ -1,4 +1,4 @@
-"""DeMo's exchange of one matrix, block by block and replica by replica: what the batched form is held to."""
+"""DeMo's exchange of one matrix, block by block and replica by replica: the reference of the batched form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain_exchange(
     alpha: float = 1.0,
     paper: bool = False,
 ) -> Tensor:
-    """One exchange of a matrix between replicas, coefficients in full precision.
+    """Exchange one matrix between replicas, with coefficients in full precision.
 
     Args:
         residuals: (rows, cols) of each replica; they are changed in place.

@@ -21,9 +21,9 @@ from typing import Any
 import comm_quality as quality
 import numpy as np
 from dated import RESULTS
-from network import cpu_of
+from network import cpu_seconds
 from resumable import Ledger, Line, interval, steps_to_reach
-from time_to_loss import ALONE, BASE, loss_after, seconds_of, steps_in, steps_on, trained
+from time_to_loss import ALONE, BASE, elapsed_seconds, loss_after, steps_in, steps_on, trained
 
 Link = dict[str, Any]
 RATES = ("100mbit", "1gbit", "uncapped")
@@ -35,7 +35,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def told(values: Sequence[float], form: str) -> str:
+def format_mean(values: Sequence[float], form: str) -> str:
     """Format a mean and, given several values, its 95 % interval."""
     if not values:
         return NONE
@@ -43,15 +43,15 @@ def told(values: Sequence[float], form: str) -> str:
     return f"{mean:{form}}" + ("" if len(values) < 2 else f" ± {width:{form.lstrip('+')}}")
 
 
-def of_seeds(runs: dict[int, Line], value: str, form: str = ".3f", scale: float = 1.0) -> str:
-    return told([scale * line[value] for line in runs.values()], form)
+def format_seeds(runs: dict[int, Line], value: str, form: str = ".3f", scale: float = 1.0) -> str:
+    return format_mean([scale * line[value] for line in runs.values()], form)
 
 
 def difference(runs: dict[int, Line], control: dict[int, Line]) -> str:
     """Format the difference to the control, paired by seed."""
     if runs is control:
         return NONE
-    return told(
+    return format_mean(
         [line["eval_loss"] - control[seed]["eval_loss"] for seed, line in runs.items() if seed in control], "+.3f"
     )
 
@@ -72,7 +72,7 @@ def loss_table(lines: quality.Lines, data: str) -> str:
     work = quality.WORKS[data]
     control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
-    methods = quality.methods_of(data)
+    methods = quality.methods_for(data)
     others = {count: {method: trained(lines, data, method, count) for method in methods} for count in quality.ALSO}
     more = [count for count, found in others.items() if any(found.values())]
     header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
@@ -84,11 +84,11 @@ def loss_table(lines: quality.Lines, data: str) -> str:
         runs = control if method == BASE else trained(lines, data, method, quality.REPLICAS)
         if rate is None or not runs:
             continue
-        row = [method, f"{rate:g}", str(len(runs)), of_seeds(runs, "eval_loss"), difference(runs, control)]
+        row = [method, f"{rate:g}", str(len(runs)), format_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
-        row += [of_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
+        row += [format_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
         for found in (others[count][method] for count in more):
-            row += [of_seeds(found, "eval_loss"), difference(found, control)]
+            row += [format_seeds(found, "eval_loss"), difference(found, control)]
         rows.append(row)
     return markdown(header, rows)
 
@@ -100,11 +100,12 @@ def settings_table(lines: quality.Lines, data: str) -> str:
         own, runs = trained(lines, data, method), trained(lines, data, method, **options)
         shares = [runs[seed]["computed_bytes"] / own[seed]["computed_bytes"] for seed in runs if seed in own]
         if shares:
-            rows.append([name, method, of_seeds(runs, "eval_loss"), difference(runs, own), f"{np.mean(shares):.2f}"])
+            loss = format_seeds(runs, "eval_loss")
+            rows.append([name, method, loss, difference(runs, own), f"{np.mean(shares):.2f}"])
     return markdown(["setting", "of", "held-out loss", "to the method's own", "bytes of its"], rows) if rows else ""
 
 
-def sent(link: Link | None, method: str) -> tuple[float, float] | None:
+def sent_bytes(link: Link | None, method: str) -> tuple[float, float] | None:
     """Return the bytes of a step, counted and by formula, for the replica that sends most."""
     rounds = link["methods"].get(method) if link else None
     if not rounds:
@@ -126,27 +127,31 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
     times = {rate: steps_on(links[key]) for rate in RATES if (key := (quality.REPLICAS, rate)) in links}
     runs = {method: trained(lines, data, method, quality.REPLICAS) for method in step_s}
     timed = {method: found for method, found in runs.items() if found}
-    end = min((seconds_of(data, method, quality.WORKS[data].steps, step_s) for method in timed), default=0.0)
+    end = min((elapsed_seconds(data, method, quality.WORKS[data].steps, step_s) for method in timed), default=0.0)
     header = ["exchange", "kB counted", "of the formula", "× fewer than fp32"]
     header += [f"kB, {count} replicas" for count in quality.ALSO]
     header += [f"ms at {rate}" for rate in RATES] + ["ms of a core", "loss at equal time"]
-    whole = sent(slow, BASE)
+    whole = sent_bytes(slow, BASE)
     rows = []
     for method in slow["methods"]:
-        counted = sent(slow, method)
+        counted = sent_bytes(slow, method)
         if method == ALONE or counted is None or whole is None:
             continue
         row = [method, f"{counted[0] / 1e3:.1f}", f"{counted[0] / counted[1]:.3f}", f"{whole[0] / counted[0]:.0f}"]
         for count in quality.ALSO:
             other = next(
-                (found for (number, _), link in links.items() if number == count and (found := sent(link, method))),
+                (
+                    found
+                    for (number, _), link in links.items()
+                    if number == count and (found := sent_bytes(link, method))
+                ),
                 None,
             )
             row.append(NONE if other is None else f"{other[0] / 1e3:.1f}")
         for rate in RATES:
             seconds = times.get(rate, {}).get(method)
             row.append(NONE if seconds is None else f"{1e3 * seconds:.0f}")
-        row.append(f"{1e3 * (cpu_of(slow['methods'][method]) - cpu_of(slow['methods'][ALONE])):+.0f}")
+        row.append(f"{1e3 * (cpu_seconds(slow['methods'][method]) - cpu_seconds(slow['methods'][ALONE])):+.0f}")
         found = [
             loss_after(line["heldout"], steps_in(data, method, end, step_s)) for line in timed.get(method, {}).values()
         ]

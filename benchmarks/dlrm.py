@@ -1,7 +1,7 @@
 """Measure a DLRM with TT tables: size, memory and speed at the size of Criteo Kaggle, and AUC on real flights.
 
     python benchmarks/dlrm.py size        parameter counts of both models, computed without building them
-    python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a process of its own
+    python benchmarks/dlrm.py memory      peak memory of steps and of an evaluation, each row in a separate process
     python benchmarks/dlrm.py speed       time of a training step, interleaved
     python benchmarks/dlrm.py sweep       flights: one grid of learning rates for each kind of tables, one seed
     python benchmarks/dlrm.py auc         flights: each kind at its best rate, seeds 1 to 8
@@ -35,8 +35,19 @@ from typing import Any
 
 from dated import RESULTS, dated, write
 from interleaved import disturbed, ratio, take_turns
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job, verdict_on
-from small_models import facts, printed
+from resumable import (
+    Grid,
+    Ledger,
+    Line,
+    Spec,
+    command_line,
+    interval,
+    side_by_side,
+    spec_key,
+    threads_a_job,
+    verdict_on,
+)
+from small_models import printed, run_facts
 
 Lines = dict[str, Line]
 BATCH, BATCHES = 10_000, 4
@@ -73,25 +84,25 @@ def run_one(spec: Spec) -> Line:
 
 
 def memory_line(spec: Spec) -> Line:
-    from click_models import Training, batches_of
-    from own_process import peak_of
+    from click_models import Training, make_batches
+    from own_process import peak_bytes
 
     began = time.time()
-    batches = batches_of(BATCHES, spec["batch"], spec["shrink"])
+    batches = make_batches(BATCHES, spec["batch"], spec["shrink"])
     made = []
 
     def build() -> Any:
         made.append(Training(spec["row"], batches, rank=spec["rank"], shrink=spec["shrink"]))
         return made[0].step()
 
-    small = batches_of(1, 8, shrink=10**7)
+    small = make_batches(1, 8, shrink=10**7)
     warm = partial(
         lambda row: Training(row, small, rank=1, shrink=10**7).step()(), spec["row"].replace("cores", "dense")
     )
-    measured = peak_of(
+    measured = peak_bytes(
         build, warm=warm, steps=STEPS_OF_MEMORY, gives_back=spec["gives_back"], then=lambda: made[0].evaluate()
     )
-    return {"key": key_of(spec), **spec, **measured, **made[0].sizes(), **facts(began)}
+    return {"key": spec_key(spec), **spec, **measured, **made[0].sizes(), **run_facts(began)}
 
 
 def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
@@ -133,10 +144,10 @@ def auc_specs(lines: Lines, options: argparse.Namespace) -> Iterator[Spec]:
 def speed(options: argparse.Namespace) -> dict[str, Any]:
     """Return the ratios of step times to the dense model's."""
     import torch
-    from click_models import Training, batches_of
+    from click_models import Training, make_batches
 
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    batches = batches_of(BATCHES, options.batch, options.shrink)
+    batches = make_batches(BATCHES, options.batch, options.shrink)
     names = [*dict.fromkeys(["dense-sgd", *(options.row or PAIRS)])]
     trainings = {name: Training(name, batches, rank=options.rank, shrink=options.shrink) for name in names}
     work = {name: training.step() for name, training in trainings.items()}
@@ -154,9 +165,11 @@ def write_speed(options: argparse.Namespace) -> None:
 
 def report_size(options: argparse.Namespace) -> None:
     """Print the parameter counts of the dense and the TT model."""
-    from click_models import model_of
+    from click_models import build_model
 
-    models = {row: model_of(row, rank=options.rank, shrink=options.shrink, device="meta") for row in ("dense", "cores")}
+    models = {
+        row: build_model(row, rank=options.rank, shrink=options.shrink, device="meta") for row in ("dense", "cores")
+    }
     numbers = {row: sum(param.numel() for param in model.parameters()) for row, model in models.items()}
     times = numbers["dense"] / numbers["cores"]
     print(
@@ -169,7 +182,7 @@ def report_size(options: argparse.Namespace) -> None:
 def report_memory(lines: Lines, options: argparse.Namespace) -> None:
     """Print the peak memory of each row, and the ratio of its dense row to it."""
     everything = argparse.Namespace(**{**vars(options), "row": None})
-    found = {(spec["row"], spec["gives_back"]): lines.get(key_of(spec)) for spec in memory_specs(everything)}
+    found = {(spec["row"], spec["gives_back"]): lines.get(spec_key(spec)) for spec in memory_specs(everything)}
     for (row, gives_back), line in found.items():
         if line is None:
             continue
@@ -201,7 +214,7 @@ def report_auc(lines: Lines, options: argparse.Namespace) -> None:
         print(GRID.row(kind, swept(lines, kind, options)))
     found: dict[str, dict[int, Line]] = {}
     for spec in auc_specs(lines, argparse.Namespace(**{**vars(options), "row": None})):
-        line = lines.get(key_of(spec))
+        line = lines.get(spec_key(spec))
         if line is not None and line["eval_loss"] is not None:
             found.setdefault(spec["kind"], {})[spec["seed"]] = line
     dense = found.get("dense", {})
@@ -210,7 +223,7 @@ def report_auc(lines: Lines, options: argparse.Namespace) -> None:
         line = next(iter(runs.values()))
         entropy = sum(each["normalized_entropy"] for each in runs.values()) / len(runs)
         text = f"{kind:9} AUC {mean:.4f} ± {width:.4f} ({len(runs)} seeds), normalized entropy {entropy:.4f}"
-        text += f", {line['table_numbers']:,} numbers in tables"
+        text += f", {line['table_numbers']:,} parameters in tables"
         shared = [line["auc"] - dense[seed]["auc"] for seed, line in runs.items() if seed in dense]
         if kind != "dense" and shared:
             mean, width = interval(shared)

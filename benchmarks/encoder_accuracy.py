@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resumable import Grid, Line, Spec, key_of
-from small_models import ROOT, data_folder, facts, train_line
+from resumable import Grid, Line, Spec, spec_key
+from small_models import ROOT, data_folder, run_facts, train_line
 
 MODEL = {
     "vocab_size": 8192,
@@ -67,7 +67,7 @@ def trivial_spec(test: str) -> Spec:
     return {"measure": "trivial", "test": test}
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     folder = data_folder() / "nli"
     held = {"heldout": 0.05} if spec["dev"] else {"validation": str(folder / f"{TESTS[-1]}.jsonl.gz")}
     recipe = {
@@ -104,8 +104,8 @@ def run_training(spec: Spec) -> Line:
         import galore
 
         galore.register()
-    run_dir = ROOT / "runs" / f"six-encoder-{key_of(spec)}"
-    return train_line(spec, recipe_of(spec), run_dir=run_dir, finish=None if spec["dev"] else finished)
+    run_dir = ROOT / "runs" / f"six-encoder-{spec_key(spec)}"
+    return train_line(spec, build_recipe(spec), run_dir=run_dir, finish=None if spec["dev"] else finished)
 
 
 def finished(run_dir: Path) -> Line:
@@ -156,10 +156,10 @@ def trivial_line(spec: Spec) -> Line:
     from scantling.trainer.tasks import get_task
 
     began = time.time()
-    recipe = load_recipe(recipe_of(run_spec("dense", 1e-3, 0, 1, dev=False)))
+    recipe = load_recipe(build_recipe(run_spec("dense", 1e-3, 0, 1, dev=False)))
     section = recipe.data.model_copy(update={"validation": str(data_folder() / "nli" / f"{spec['test']}.jsonl.gz")})
     task = get_task("classification")
-    return {"key": key_of(spec), **spec, **task.baselines(task.prepare(section, seed=0)), **facts(began)}
+    return {"key": spec_key(spec), **spec, **task.baselines(task.prepare(section, seed=0)), **run_facts(began)}
 
 
 def heldout_error(line: Line) -> float | None:

@@ -47,21 +47,21 @@ class Shape:
 FULL = Shape()
 
 
-def config_of(shape: Shape, **changes: Any) -> BertConfig:
+def build_config(shape: Shape, **changes: Any) -> BertConfig:
     """Return the recipe's configuration, with BERT's defaults for the rest."""
     given = {"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     dropout = {f"{place}_dropout_prob": shape.dropout for place in ("hidden", "attention_probs")}
     return BertConfig(**{**given, **dropout, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
 
 
-def model_of(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter | None]:
+def build_model(name: str, shape: Shape = FULL) -> tuple[nn.Module, sc.RankAdapter | None]:
     """Return the model of a configuration in training mode, and a rank adapter if its ranks are adapting.
 
     The model is built on the meta device, so a TT model never holds the dense weights. Weights are drawn by torch's
     defaults, which does not affect time or memory. Given a size target, the ranks are reduced at once.
     """
     with torch.device("meta"):
-        model = BertForSequenceClassification(config_of(shape))
+        model = BertForSequenceClassification(build_config(shape))
     if name.startswith("cores"):
         tensor = load_recipe(RECIPE).tensor
         assert tensor is not None
@@ -88,7 +88,7 @@ def materialize(model: nn.Module) -> None:
     embeddings.token_type_ids.zero_()
 
 
-def optimizer_of(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     """Return AdamW in its fastest form, or GaLore; no weight decays, as in the paper's code."""
     groups = sc.param_groups(model)
     if name in GALORE_RANKS:
@@ -114,9 +114,9 @@ class Training:
     def __init__(
         self, name: str, shape: Shape = FULL, dtype: str = "float32", device: str = "cpu", **options: Any
     ) -> None:
-        self.model, self.adapter = model_of(name, shape)
+        self.model, self.adapter = build_model(name, shape)
         self.model.to(device)
-        self.optimizer = optimizer_of(name, self.model, **options)
+        self.optimizer = make_optimizer(name, self.model, **options)
         self._shape, self._dtype, self._device = shape, getattr(torch, dtype), device
 
     def step(self, batch_size: int) -> Callable[[], None]:
@@ -166,12 +166,12 @@ class Training:
 
 
 def warm_up(name: str, batch_size: int = 1) -> None:
-    """Run a step of a small model of the same kind, so that libraries load what they load at first use."""
-    small = config_of(Shape(layers=1), vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+    """Run a step of a small model of the same kind, so that libraries finish their lazy loading."""
+    small = build_config(Shape(layers=1), vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2)
     model = BertForSequenceClassification(small)
     if name.startswith("cores"):
         sc.tensorize(model, 2)
-    optimizer = optimizer_of(name, model)
+    optimizer = make_optimizer(name, model)
     ids = torch.zeros(batch_size, 8, dtype=torch.long)
     nn.functional.cross_entropy(model(ids).logits, ids[:, 0] % 3).backward()
     optimizer.step()

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from interleaved import disturbed, ratio, take_turns
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import facts, printed, train_line
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
+from small_models import printed, run_facts, train_line
 
 Lines = dict[str, Line]
 PHASES = ["sweep", "seeds", "clock", "timed", "longer", "report"]
@@ -42,9 +42,9 @@ class Comparison:
         steps: length of a run.
         seeds: seeds of the compared runs; the sweep has seed 0.
         fixed: further constant keys of a run's specification, next to form, rate, seed and steps.
-        recipe_of: returns the recipe of a specification.
+        build_recipe: returns the recipe of a specification.
         prepare: called with the specification before a run, in its process.
-        step_of: returns a callable that runs one whole training step of a form.
+        make_step: returns a callable that runs one whole training step of a form.
         longer: steps of the phase `longer`.
         tried: further forms that are only swept, to check that the first one is at its best.
         clocked: further forms whose step time is measured without training them; the first one is their control.
@@ -57,8 +57,8 @@ class Comparison:
     steps: int
     seeds: range
     fixed: Mapping[str, Any]
-    recipe_of: Callable[[Spec], dict[str, Any]]
-    step_of: Callable[[str], Callable[[], object]]
+    build_recipe: Callable[[Spec], dict[str, Any]]
+    make_step: Callable[[str], Callable[[], object]]
     prepare: Callable[[Spec], None] = lambda spec: None
     longer: int | None = None
     tried: tuple[str, ...] = ()
@@ -82,15 +82,15 @@ class Comparison:
         """Train or measure the step times, in this process."""
         if "measure" not in spec:
             self.prepare(spec)
-            return train_line(spec, self.recipe_of(spec))
+            return train_line(spec, self.build_recipe(spec))
         began = time.time()
         first = spec["forms"][0]
-        work = {name: self.step_of(name.removesuffix(" again")) for name in (*spec["forms"], f"{first} again")}
+        work = {name: self.make_step(name.removesuffix(" again")) for name in (*spec["forms"], f"{first} again")}
         times = take_turns(work, rounds=30)
         ratios = {name: ratio(own, times[first]) for name, own in times.items()}
         if (refused := disturbed(ratios[f"{first} again"])) is not None:
             raise SystemExit(refused)
-        return {"key": key_of(spec), **spec, "times": ratios, **facts(began)}
+        return {"key": spec_key(spec), **spec, "times": ratios, **run_facts(began)}
 
     def swept(self, lines: Lines, form: str) -> list[float | None]:
         """Return the held-out loss of each learning rate with seed 0."""
@@ -109,7 +109,7 @@ class Comparison:
 
     def steps_in_time(self, lines: Lines, form: str) -> int:
         """Return the number of steps that a form takes in the time of the first form's run."""
-        line = lines.get(key_of(self.clock_spec()))
+        line = lines.get(spec_key(self.clock_spec()))
         if line is None:
             raise SystemExit("run the phase clock first")
         return round(self.steps / float(line["times"][form]["ratio"]))
@@ -119,14 +119,14 @@ class Comparison:
         print(f"held-out nats a token by learning rate, seed 0\n{self.grid.header()}")
         for form in (*self.forms, *self.tried):
             print(self.grid.row(form, self.swept(lines, form)))
-        clock = lines.get(key_of(self.clock_spec()))
+        clock = lines.get(spec_key(self.clock_spec()))
         rates = {form: self.grid.best(self.swept(lines, form)) for form in self.forms}
         first, numbers = self.forms[0], None
         equal = self._runs(lines, first, rates[first], self.steps)
         for form, rate in rates.items():
             if rate is None:
                 continue
-            own = lines[key_of(self.spec(form, rate, 0))]["num_parameters"]
+            own = lines[spec_key(self.spec(form, rate, 0))]["num_parameters"]
             numbers = numbers or own
             parts = [f"{form:12} {own:>10,} parameters, {numbers / own:.2f} times fewer"]
             budgets = {"steps": self.steps}
@@ -145,7 +145,7 @@ class Comparison:
                     if form != first and pairs:
                         parts[-1] += ", minus the control {:+.4f} ± {:.4f}".format(*interval(pairs))
             print("  ".join(parts))
-        alone = lines.get(key_of(self.clock_spec(self.clocked)))
+        alone = lines.get(spec_key(self.clock_spec(self.clocked)))
         if self.clocked and alone is not None:
             ratios = (f"{form} {alone['times'][form]['ratio']:.2f}" for form in self.clocked)
             print(f"{', '.join(ratios)}: time of a step")
@@ -154,7 +154,7 @@ class Comparison:
         """Return the held-out loss of each seed that was run."""
         if rate is None:
             return {}
-        found = {seed: lines.get(key_of(self.spec(form, rate, seed, steps))) for seed in self.seeds}
+        found = {seed: lines.get(spec_key(self.spec(form, rate, seed, steps))) for seed in self.seeds}
         return {s: line["eval_loss"] for s, line in found.items() if line is not None and line["eval_loss"] is not None}
 
     def main(self, description: str | None) -> int:
@@ -181,13 +181,13 @@ class Comparison:
         else:
             if options.phase == "longer" and self.longer is None:
                 raise SystemExit("this comparison has no longer runs")
-            steps_of: dict[str, Callable[[str], int | None]] = {
+            time_steps: dict[str, Callable[[str], int | None]] = {
                 "seeds": lambda form: self.steps,
                 "timed": lambda form: self.steps_in_time(lines, form),
                 "longer": lambda form: self.longer,
             }
             runs = [
-                self.spec(form, self.tuned(lines, form), seed, steps_of[options.phase](form))
+                self.spec(form, self.tuned(lines, form), seed, time_steps[options.phase](form))
                 for seed in self.seeds
                 for form in self.forms
             ]

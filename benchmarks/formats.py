@@ -62,7 +62,7 @@ class BlockTensorTrain(nn.Module):
 
 
 @cache
-def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
+def num_parameters(name: str, in_features: int, out_features: int, rank: int) -> int:
     """Return the number of parameters in a layer of a format."""
     if name in OF_CORES:
         layer = sc.TTLinear(in_features, out_features, rank, **OF_CORES[name], bias=False, device="meta")
@@ -71,11 +71,11 @@ def numbers(name: str, in_features: int, out_features: int, rank: int) -> int:
     return rank * prod((i1, o2)) * (i2 + o1)
 
 
-def made(name: str, linear: nn.Linear, share: float) -> nn.Module:
+def build_layer(name: str, linear: nn.Linear, share: float) -> nn.Module:
     """Return a layer of a format with about this share of the parameters of a dense layer without bias."""
     shape = linear.in_features, linear.out_features
     wanted = share * prod(shape)
-    rank = min(range(1, min(shape) + 1), key=lambda rank: abs(numbers(name, *shape, rank) - wanted))
+    rank = min(range(1, min(shape) + 1), key=lambda rank: abs(num_parameters(name, *shape, rank) - wanted))
     norm = float(linear.weight.detach().norm())
     if name in OF_CORES:
         cores = sc.TTLinear(*shape, rank, **OF_CORES[name], bias=False)
@@ -105,7 +105,7 @@ class Format(Method):
         for path, module in list(model.named_modules()):
             if type(module) is nn.Linear and ".layers." in path:
                 parent, _, last = path.rpartition(".")
-                setattr(model.get_submodule(parent), last, made(self.format, module, self.share))
+                setattr(model.get_submodule(parent), last, build_layer(self.format, module, self.share))
         fuse_shared_inputs(model)
         return model
 

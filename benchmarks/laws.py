@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from dated import dated, write
 from small_models import data_folder
+from synthetic_runs import kumar_grid, simulate
 
-from scantling.laws import ChinchillaLaw, Fit, PrecisionLaw, fit, simulate
-from scantling.laws.synthetic import kumar_grid
+from scantling.laws import ChinchillaLaw, Fit, PrecisionLaw, fit
 
 Found = dict[str, Any]
 

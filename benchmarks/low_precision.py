@@ -52,7 +52,7 @@ AIM = 2.0
 """Largest time ratio of the simulated forms, at 4096 x 4096 on a CPU."""
 
 
-def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+def forward_backward(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """Return a callable that runs a forward and a backward pass and discards the gradients."""
     torch._dynamo.config.recompile_limit = 64  # all contenders share one forward
     model = torch.compile(layer)
@@ -82,7 +82,7 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         try:
             if FORMATS[name]:
                 sc.quantize_training(model, **FORMATS[name])
-            run = pass_of(model, x)
+            run = forward_backward(model, x)
             run()
         except Exception as error:  # missing hardware support is a result too
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -97,7 +97,7 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
     return rows
 
 
-def measured(options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield all results so far, after each kind of layer and number of tokens."""
     found = {}
     for kind in options.kinds:
@@ -121,14 +121,14 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and inputs")
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--rank", type=int, default=64, help="of the layers of cores")
+    parser.add_argument("--rank", type=int, default=64, help="of the TT layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
     parser.add_argument("--kinds", nargs="*", choices=["dense", "cores"], default=["dense", "cores"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     missed: list[str] = []
-    for found in measured(options):
+    for found in measure_all(options):
         missed = missing_the_aim(found)
         settings = {"size": options.size, "rank": options.rank, "dtype": options.dtype, "aim": AIM, "missed": missed}
         print(write(dated(__file__, settings=settings, results=found), f"low-precision-{options.device}", options.out))

@@ -51,7 +51,7 @@ SETTLE_S = 0.4
 BURST = 32 << 10
 
 
-def mbit_of(rate: str) -> float:
+def parse_mbit(rate: str) -> float:
     """Return the Mbit/s of a rate in `tc`'s spelling; infinity without a cap."""
     if rate == "uncapped":
         return math.inf
@@ -62,14 +62,14 @@ def mbit_of(rate: str) -> float:
         raise argparse.ArgumentTypeError(f"a number of kbit, mbit or gbit, or uncapped; given {rate}") from None
 
 
-def burst_of(rate: str) -> int:
+def burst_bytes(rate: str) -> int:
     """Return the burst size of a cap in bytes: 32 KiB, or 2 ms of a fast link, about one tick of the cap's clock."""
-    return max(BURST, round(2e-3 * mbit_of(rate) * 1e6 / 8))
+    return max(BURST, round(2e-3 * parse_mbit(rate) * 1e6 / 8))
 
 
-def rate_of(rate: str) -> str:
+def checked_rate(rate: str) -> str:
     """Return a rate unchanged; raise if it cannot be parsed."""
-    mbit_of(rate)
+    parse_mbit(rate)
     return rate
 
 
@@ -129,7 +129,7 @@ def namespaces(count: int, rate: str, round_trip_ms: float = 0.0) -> Iterator[li
             run("ip", "-n", name, "link", "set", "lo", "up")
             if rate != "uncapped":
                 for where, device in ((name, inner), (hub, outer)):
-                    cap = ("tbf", "rate", rate, "burst", str(burst_of(rate)), "latency", "50ms")
+                    cap = ("tbf", "rate", rate, "burst", str(burst_bytes(rate)), "latency", "50ms")
                     run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", *cap)
         if round_trip_ms:
             for name in names:
@@ -225,10 +225,10 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     with group(f"{address(0)}:{PORT + 1}", rank, options.replicas):
-        print(json.dumps({"rank": rank, **steps_of(rank, options)}), flush=True)
+        print(json.dumps({"rank": rank, **time_steps(rank, options)}), flush=True)
 
 
-def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return bytes and times of the steps of one replica, in the current process group."""
     import torch
     from comm_methods import METHODS
@@ -239,7 +239,7 @@ def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     model, examples = workload(options, torch.Generator().manual_seed(rank))
     replica = METHODS[options.method](model, 1e-3)
 
-    def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def compute_loss(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with autocast(options.compute, torch.device("cpu")):
             loss: torch.Tensor = model(**inputs).loss
         return loss
@@ -247,16 +247,16 @@ def steps_of(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     def one() -> float:
         inputs = examples()
         began = time.perf_counter()
-        replica.step(lambda model: loss_of(model, inputs))
+        replica.step(lambda model: compute_loss(model, inputs))
         return time.perf_counter() - began
 
     for _ in range(WARM_UP):
         one()
-    idle = measured(lambda: time.sleep(1.0)) / (1.0 + 2 * SETTLE_S)
+    idle = count_sent_bytes(lambda: time.sleep(1.0)) / (1.0 + 2 * SETTLE_S)
     times: list[float] = []
     cpu = time.process_time()
     began = time.perf_counter()
-    total = measured(lambda: times.extend(one() for _ in range(options.steps)))
+    total = count_sent_bytes(lambda: times.extend(one() for _ in range(options.steps)))
     took = time.perf_counter() - began
     return {
         "sent_bytes": (total - idle * took) / options.steps,
@@ -298,7 +298,7 @@ def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable
     return LlamaForCausalLM(LlamaConfig(**given)), examples
 
 
-def measured(work: Any) -> int:
+def count_sent_bytes(work: Any) -> int:
     """Return the bytes that this interface sends during some work, between two barriers."""
     import torch.distributed as dist
 
@@ -347,7 +347,7 @@ class FailedError(Exception):
     """Raised if a method could not be measured."""
 
 
-def step_of(rows: Sequence[dict[str, Any]], method: str) -> float:
+def step_seconds(rows: Sequence[dict[str, Any]], method: str) -> float:
     """Return the slowest replica's step time in one round: the median, or the mean if not every step exchanges."""
     middle = np.mean if exchanges_every(method) > 1 else np.median
     return max(float(middle(row["step_s"])) for row in rows)
@@ -359,12 +359,12 @@ def exchanges_every(method: str) -> int:
     return int(found[1]) if found else 1
 
 
-def cpu_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
+def cpu_seconds(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
     """Return the median CPU seconds of a step over all replicas."""
     return float(np.median([row["cpu_s"] for rows in rounds for row in rows]))
 
 
-def peak_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
+def peak_bytes(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
     """Return the peak bytes of the largest process."""
     return float(max(row["peak_bytes"] for rows in rounds for row in rows))
 
@@ -382,16 +382,16 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
         if published := rows[0]["published_bytes"]:
             parts.append(f"its published code {published / 1e6:9.4f} MB")
         if with_times:
-            steps = [step_of(each, method) for each in rounds]
+            steps = [step_seconds(each, method) for each in rounds]
             parts.append(f"{1e3 * float(np.median(steps)):9.1f} ms")
             means = [max(float(np.mean(row["step_s"])) for row in each) for each in rounds]
             parts.append(f"mean {1e3 * float(np.median(means)):9.1f} ms")
             if alone := found.get("alone"):
-                parts.append(f"{1e3 * (cpu_of(rounds) - cpu_of(alone)):7.1f} ms of a core more than alone")
-                parts.append(f"{(peak_of(rounds) - peak_of(alone)) / 1e6:+6.0f} MB")
+                parts.append(f"{1e3 * (cpu_seconds(rounds) - cpu_seconds(alone)):7.1f} ms of a core more than alone")
+                parts.append(f"{(peak_bytes(rounds) - peak_bytes(alone)) / 1e6:+6.0f} MB")
             first, control = next(iter(found.items()))
             if method != first and len(control) == len(rounds) > 1:
-                against = ratio(steps, [step_of(each, first) for each in control])
+                against = ratio(steps, [step_seconds(each, first) for each in control])
                 low, high = against["ratio_95"]
                 parts.append(f"{against['ratio']:.3f} [{low:.3f}, {high:.3f}] of {first}")
         print("  ".join(parts), flush=True)
@@ -400,7 +400,9 @@ def table(found: dict[str, list[list[dict[str, Any]]]], *, with_times: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--rate", type=rate_of, default="100mbit", help="of each link, as tc spells it, or uncapped")
+    parser.add_argument(
+        "--rate", type=checked_rate, default="100mbit", help="of each link, as tc spells it, or uncapped"
+    )
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
     parser.add_argument("--preset", default="llama-10m", help="a model, or novels: the decoder of comm_quality.py")
@@ -437,7 +439,7 @@ def main() -> int:
         copied, round_trip = copied_mbit(names), measured_round_trip_ms(names)
         line = f"a plain copy takes {copied:.1f} Mbit/s, a byte there and back {round_trip:.2f} ms"
         print(f"{options.replicas} replicas, {options.rate}: {line}", flush=True)
-        cap = mbit_of(options.rate)
+        cap = parse_mbit(options.rate)
         if copied > 1.1 * cap:
             raise SystemExit(f"the link carries more than the {options.rate} that it should be capped at")
         if not options.round_trip_ms and math.isfinite(cap) and copied < 0.9 * cap:

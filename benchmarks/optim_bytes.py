@@ -282,7 +282,7 @@ def show(rows: list[Row], trained: list[Row], judged: list[Row], names: list[str
         implied = given / row["bytes_per_parameter"] if given else 0.0
         theirs = f"   authors: {given}, which is {implied:.2f} B parameters at these bytes" if given else ""
         print(f"{row['optimizer']:30}{row['state_bytes'] / 1e9:8.2f}{theirs}")
-    print("\ncould not be had")
+    print("\nnot measured")
     for row in (row for row in [*rows, *trained] if "error" in row):
         where = f"{row.get('shapes', row.get('model'))}, {row.get('weights', row.get('momentum'))}"
         print(f"{row.get('optimizer', 'CAME')} ({where}): {row['error']}")
@@ -298,7 +298,7 @@ def main() -> int:
         "--only", nargs="+", metavar="NAME", help="these optimizers; no result is written without --out"
     )
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--read", type=Path, metavar="FILE", help="nothing is run: show and judge what a file has")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="show the results in FILE, run nothing")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

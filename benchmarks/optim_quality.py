@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from dated import RESULTS
-from resumable import Grid, Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
 from small_models import OPTIMIZERS, ROOT, printed, text, train_line
 
 MODEL = {
@@ -136,9 +136,9 @@ def batch_spec(data: str, optimizer: str, lr: float, batch: float, seed: int = 0
     return {**run_spec(data, optimizer, lr, seed), "batch": batch, "tokens": ABLATION_TOKENS}
 
 
-def sweep(ledger: Ledger, optimizer: str, spec_of: Callable[[float], Spec]) -> None:
+def sweep(ledger: Ledger, optimizer: str, make_spec: Callable[[float], Spec]) -> None:
     """Sweep an optimizer over the grid."""
-    replace(GRID, start=STARTS.get(optimizer, GRID.start)).sweep(ledger, spec_of, "eval_loss")
+    replace(GRID, start=STARTS.get(optimizer, GRID.start)).sweep(ledger, make_spec, "eval_loss")
 
 
 def batch_results(lines: Lines, data: str, batch: float, optimizer: str) -> list[float | None]:
@@ -176,7 +176,7 @@ def ablation_rate(lines: Lines, data: str, change: str, share: float = ABLATION_
     return changed.get("share", 1.0) * share * best_rate(lines, data, changed.get("optimizer", "came"))
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     batch = round(BATCH * spec["batch"])
     steps = spec["tokens"] // (batch * SEQ_LEN)
     train: dict[str, Any] = {
@@ -244,7 +244,7 @@ def finalist_rate(lines: Lines, data: str, form: str) -> float | None:
     """Return the better of a finalist's two best rates by mean loss over the tuning seeds; None if a run is missing."""
     means = []
     for rate in best_two(lines, data, form):
-        runs = [lines.get(key_of(finalist_spec(data, form, rate, seed))) for seed in TUNING_SEEDS]
+        runs = [lines.get(spec_key(finalist_spec(data, form, rate, seed))) for seed in TUNING_SEEDS]
         losses = [run["eval_loss"] for run in runs if run is not None]
         if len(losses) < len(runs):
             return None
@@ -272,8 +272,8 @@ def specs(phase: str, lines: Lines, data: str, names: Sequence[str] = tuple(FINA
 
 def run_one(spec: Spec) -> Line:
     """Train in this process and return the result line."""
-    run_dir = ROOT / "runs" / f"optim-quality-{key_of(spec)}" if "model" in spec else None
-    return train_line(spec, recipe_of(spec), run_dir=run_dir)
+    run_dir = ROOT / "runs" / f"optim-quality-{spec_key(spec)}" if "model" in spec else None
+    return train_line(spec, build_recipe(spec), run_dir=run_dir)
 
 
 def report(lines: Lines, data: str) -> None:
@@ -300,8 +300,8 @@ def report(lines: Lines, data: str) -> None:
         if any(loss is not None for loss in found):
             print(GRID.row(f"{name} x{batch:g}", found))
     for name in LARGE_BATCH[1:]:
-        spec_of = partial(batch_finalist, lines, data, BATCHES[-1])
-        differences(lines, name, LARGE_BATCH[0], spec_of, BATCH_SEEDS, told=f"{name} x{BATCHES[-1]:g}")
+        make_spec = partial(batch_finalist, lines, data, BATCHES[-1])
+        differences(lines, name, LARGE_BATCH[0], make_spec, BATCH_SEEDS, told=f"{name} x{BATCHES[-1]:g}")
     if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
         return
 
@@ -323,7 +323,7 @@ def differences(
     lines: Lines,
     name: str,
     base: str,
-    spec_of: Callable[[str, int], Spec | None],
+    make_spec: Callable[[str, int], Spec | None],
     seeds: range,
     *,
     told: str | None = None,
@@ -331,8 +331,8 @@ def differences(
     """Return a line with the held-out loss difference of two kinds of run, paired by seed."""
     pairs, what = [], told or name
     for seed in seeds:
-        specs = spec_of(name, seed), spec_of(base, seed)
-        ours, theirs = (None if spec is None else lines.get(key_of(spec)) for spec in specs)
+        specs = make_spec(name, seed), make_spec(base, seed)
+        ours, theirs = (None if spec is None else lines.get(spec_key(spec)) for spec in specs)
         if ours is not None and theirs is not None:
             if ours["eval_loss"] is None or theirs["eval_loss"] is None:
                 failed = ours if ours["eval_loss"] is None else theirs
@@ -360,10 +360,10 @@ def main() -> int:
     elif options.phase in ("sweep", "short"):
         names = [name for name in SWEPT if options.only is None or name in options.only]
 
-        def spec_of(name: str, rate: float) -> Spec:
+        def make_spec(name: str, rate: float) -> Spec:
             return run_spec(data, name, rate, 0) if options.phase == "sweep" else batch_spec(data, name, rate, 1)
 
-        side_by_side(options.jobs, lambda name: sweep(ledger, name, partial(spec_of, name)), names)
+        side_by_side(options.jobs, lambda name: sweep(ledger, name, partial(make_spec, name)), names)
     elif options.phase == "finalists":
 
         def tune(form: str) -> None:

@@ -39,8 +39,8 @@ from resumable import (
     Spec,
     command_line,
     interval,
-    key_of,
     side_by_side,
+    spec_key,
     steps_to_reach,
     threads_a_job,
 )
@@ -99,7 +99,7 @@ def run_spec(model: str, optimizer: str, lr: float, seed: int, *, data: str, tok
     return {"model": model, "data": data, "optimizer": optimizer, "optim": optim, "seed": seed, "tokens": tokens}
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     setting = SETTINGS[spec["model"]]
     steps = spec["tokens"] // (BATCH * setting.seq_len)
     return {
@@ -148,7 +148,7 @@ class Comparison:
             print(GRID.row(name, self.swept(lines, name)))
         by_seed = []
         for seed in SEEDS:
-            runs = {name: lines.get(key_of(spec)) for name, spec in self.finalists(lines, seed).items()}
+            runs = {name: lines.get(spec_key(spec)) for name, spec in self.finalists(lines, seed).items()}
             by_seed.append({n: line for n, line in runs.items() if line is not None and line["eval_loss"] is not None})
         for measure, sign in (("heldout", 1.0), ("accuracy", -1.0)):
             for target in TARGETS:
@@ -186,7 +186,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.phase == "one":
         spec = json.loads(options.spec)
-        printed(train_line(spec, recipe_of(spec)))
+        printed(train_line(spec, build_recipe(spec)))
         return 0
     ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
     comparisons = [Comparison(model, options.data, options.tokens) for model in options.model or ("bert-rotary", "t5")]

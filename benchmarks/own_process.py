@@ -37,10 +37,10 @@ def keep_blocks() -> None:
 
 def _set_malloc(parameter: int, value: int) -> None:
     if ctypes.CDLL(None).mallopt(parameter, value) != 1:
-        raise SystemExit("this C library cannot be told when to map blocks")
+        raise SystemExit("this C library has no setting for when to map blocks")
 
 
-def peak_of(
+def peak_bytes(
     build: Callable[[], Callable[[], object]],
     *,
     warm: Callable[[], object],

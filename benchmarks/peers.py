@@ -137,16 +137,16 @@ class CameNearest(sc.CAME):
     """CAME with 4-bit codes rounded to the nearest: without a seed there is no rounding noise."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # use the eager step, which looks up `seed_of` by name
+        # use the eager step, which looks up `noise_seed` by name
         super().add_param_group({**param_group, "foreach": False})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        kept = _eager.seed_of
-        _eager.seed_of = lambda *_: None  # type: ignore[assignment]
+        kept = _eager.noise_seed
+        _eager.noise_seed = lambda *_: None  # type: ignore[assignment]
         try:
             return super().step(closure)
         finally:
-            _eager.seed_of = kept
+            _eager.noise_seed = kept
 
 
 class CameUnfactored(sc.CAME):

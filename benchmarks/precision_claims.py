@@ -21,8 +21,8 @@ The results come from the tables of finished runs in benchmarks/results:
                       tokens still help
     decay             nats lost after training with another schedule, as a multiple of those with cosine, at equal size
                       and tokens
-    robustness        nats lost when weights trained at low precision are quantized to still fewer bits, minus those of
-                      the 16-bit run of the same size and tokens; and the difference of their final losses
+    robustness        nats lost when weights trained at low precision are quantized to still fewer bits, minus the
+                      nats lost by the 16-bit run of the same size and tokens; and the difference of their final losses
     downstream        relation of accuracy on minimal pairs to the loss
 
 Except in `noise`, every result comes from one seed, so an effect that is not clearly above the noise is chance.
@@ -44,7 +44,7 @@ from dated import RESULTS, dated, write
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.laws.law import bits_of
+from scantling.laws.inputs import parse_bits
 
 PARTS = ("weights", "activations", "kv_cache")
 POST = "post."
@@ -63,10 +63,10 @@ def read(path: Path) -> list[Row]:
     for row in rows:
         if row["state"] != "done":
             print(f"{path.name}: {row['run']} is {row['state']}: {row.get('error', '')}")
-    return [_numbers(row) for row in rows if row["state"] == "done"]
+    return [_parse_row(row) for row in rows if row["state"] == "done"]
 
 
-def _numbers(row: dict[str, str]) -> Row:
+def _parse_row(row: dict[str, str]) -> Row:
     found: Row = {part: _bits(row.get(f"precision.{part}", "")) for part in PARTS}
     found |= {name: float(row[name]) for name in ("N", "D", "loss")}
     found["key"] = Path(row["run"]).name
@@ -79,7 +79,7 @@ def _numbers(row: dict[str, str]) -> Row:
 
 def _bits(name: str) -> float:
     """Return the bits of a format, or of a format with its quantization method, such as `int3.gptq`."""
-    return bits_of(name.partition(".")[0]) if name else 16
+    return parse_bits(name.partition(".")[0]) if name else 16
 
 
 def together(*tables: Sequence[Row]) -> list[Row]:
@@ -87,18 +87,18 @@ def together(*tables: Sequence[Row]) -> list[Row]:
     return list({row["key"]: row for rows in tables for row in rows}.values())
 
 
-def in_few_bits(row: Row) -> list[str]:
+def low_parts(row: Row) -> list[str]:
     """Return the low-precision parts of a run."""
     return [part for part in PARTS if row[part] < 16]
 
 
 def beside_whole(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Pair each run with the 16-bit run of the same size, tokens and seed."""
-    whole = {_place(row): row for row in rows if not in_few_bits(row) and row["schedule"] == "cosine"}
-    return [(row, whole[_place(row)]) for row in rows if _place(row) in whole]
+    whole = {_run_key(row): row for row in rows if not low_parts(row) and row["schedule"] == "cosine"}
+    return [(row, whole[_run_key(row)]) for row in rows if _run_key(row) in whole]
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _run_key(row: Row) -> tuple[Any, ...]:
     return row["N"], row["D"], row["seed"]
 
 
@@ -107,18 +107,18 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
 
     The statistics cover the loss, its excess over 16 bits, and the loss increase of each quantization after training.
     """
-    excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows) if in_few_bits(row)}
+    excess = {id(row): row["loss"] - whole["loss"] for row, whole in beside_whole(rows) if low_parts(row)}
     kinds: dict[str, list[Row]] = {}
     for row in rows:
-        bits = ", ".join(f"{part} {row[part]:g}" for part in in_few_bits(row)) or "16 bits"
+        bits = ", ".join(f"{part} {row[part]:g}" for part in low_parts(row)) or "16 bits"
         schedule = "" if row["schedule"] == "cosine" else f", {row['schedule']}"
         kinds.setdefault(f"N={row['N']:.0f}, D={row['D']:.0f}, {bits}{schedule}", []).append(row)
     return {
         kind: {
-            "of_loss": _spread([row["loss"] for row in own]),
-            "of_excess": _spread([excess[id(row)] for row in own if id(row) in excess]),
+            "of_loss": _mean_and_deviation([row["loss"] for row in own]),
+            "of_excess": _mean_and_deviation([excess[id(row)] for row in own if id(row) in excess]),
             "of_lost_after": {
-                name: _spread([row["post"][name] - row["loss"] for row in own if name in row["post"]])
+                name: _mean_and_deviation([row["post"][name] - row["loss"] for row in own if name in row["post"]])
                 for name in own[0]["post"]
             },
             "seeds": len(own),
@@ -128,7 +128,7 @@ def noise(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
+def _mean_and_deviation(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values)), "deviation": float(np.std(values, ddof=1))} if len(values) > 1 else None
 
 
@@ -142,8 +142,8 @@ def saturation(rows: Sequence[Row]) -> dict[str, Any]:
         by_bits: dict[int, dict[tuple[Any, ...], float]] = {}
         for row, whole in beside_whole(rows):
             bits = {row[part] for part in parts}
-            if in_few_bits(row) == parts and len(bits) == 1:
-                by_bits.setdefault(bits.pop(), {})[_place(row)] = row["loss"] - whole["loss"]
+            if low_parts(row) == parts and len(bits) == 1:
+                by_bits.setdefault(bits.pop(), {})[_run_key(row)] = row["loss"] - whole["loss"]
         shared = set.intersection(*(set(own) for own in by_bits.values())) if by_bits else set()
         found[name] = {
             bits: {
@@ -161,13 +161,13 @@ def with_several_parts(rows: Sequence[Row]) -> list[Row]:
 
     The other runs belong to another grid. Its shortest runs end before a power law in tokens describes the loss.
     """
-    places = {_place(row) for row in rows if len(in_few_bits(row)) > 1}
-    return [row for row in rows if _place(row) in places and row["schedule"] == "cosine"]
+    places = {_run_key(row) for row in rows if len(low_parts(row)) > 1}
+    return [row for row in rows if _run_key(row) in places and row["schedule"] == "cosine"]
 
 
-def base_of(rows: Sequence[Row]) -> sc.laws.Fit:
+def fit_base(rows: Sequence[Row]) -> sc.laws.Fit:
     """Fit Chinchilla's law to the 16-bit runs, with one exponent as in the paper."""
-    return sc.laws.fit(_table(row for row in rows if not in_few_bits(row)), tie=TIED)
+    return sc.laws.fit(_table(row for row in rows if not low_parts(row)), tie=TIED)
 
 
 def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
@@ -179,31 +179,31 @@ def parts_multiply(rows: Sequence[Row]) -> dict[str, Any]:
     the whole loss, which gives a lower bound.
     """
     rows = with_several_parts(rows)
-    whole = [row for row in rows if not in_few_bits(row)]
-    alone = [row for row in rows if len(in_few_bits(row)) == 1]
-    pairs = [(row, beside) for row, beside in beside_whole(rows) if len(in_few_bits(row)) > 1]
-    base = base_of(rows)
+    whole = [row for row in rows if not low_parts(row)]
+    alone = [row for row in rows if len(low_parts(row)) == 1]
+    pairs = [(row, beside) for row, beside in beside_whole(rows) if len(low_parts(row)) > 1]
+    base = fit_base(rows)
     fits = {
         f"Kumar's law, fitted to {name}": sc.laws.fit(_table(whole + fitted_to), law="kumar", base=base)
         for name, fitted_to in (("alone", alone), ("all", alone + [row for row, _ in pairs]))
     }
     laws = {name: fitted.law for name, fitted in fits.items()}
     costs = {
-        (_place(row), part, row[part]): row["loss"] - beside["loss"]
+        (_run_key(row), part, row[part]): row["loss"] - beside["loss"]
         for row, beside in beside_whole(alone + whole)
-        for part in in_few_bits(row)
+        for part in low_parts(row)
     }
     foretold: dict[str, list[float]] = {name: [] for name in (*laws, "the product, at least", "their sum")}
     measured, cells = list[float](), list[list[float]]()
     for row, beside in pairs:
-        own = [costs.get((_place(row), part, row[part])) for part in in_few_bits(row)]
+        own = [costs.get((_run_key(row), part, row[part])) for part in low_parts(row)]
         known = [cost for cost in own if cost is not None]
         if len(known) < len(own):
             continue
         measured.append(row["loss"] - beside["loss"])
         cells.append([row["N"], row["D"], *(row[part] for part in PARTS)])
         for name, law in laws.items():
-            given = _given(row)
+            given = _law_inputs(row)
             foretold[name].append(float(law.loss(**given) - law.loss(**given | dict.fromkeys(PARTS, 16))))
         # lower bound of a product of N_eff factors: each part scales the whole loss, not only its N-dependent term
         product = float(np.prod([1.0 + cost / beside["loss"] for cost in known]))
@@ -251,7 +251,7 @@ def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
     """
     rows = with_several_parts(rows)
     fits = {
-        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=base_of(rows)),
+        "in two stages": sc.laws.fit(_table(rows), law="kumar", base=fit_base(rows)),
         "together": sc.laws.fit(_table(rows), law="kumar", tie=TIED),
     }
 
@@ -272,18 +272,18 @@ def best_bits(rows: Sequence[Row], samples: int = SAMPLES) -> dict[str, Any]:
     }
 
 
-def _given(row: Row) -> Row:
+def _law_inputs(row: Row) -> Row:
     return {name: row[name] for name in ("N", "D", *PARTS)}
 
 
 def _table(rows: Iterable[Row]) -> list[Row]:
-    return [{**_given(row), "loss": row["loss"]} for row in rows]
+    return [{**_law_inputs(row), "loss": row["loss"]} for row in rows]
 
 
 def after_training(rows: Sequence[Row]) -> dict[str, Any]:
     """Return nats lost by tokens for each size, schedule and format, their log-log slope, and the quantized loss."""
     found: dict[str, Any] = {}
-    whole = [row for row in rows if not in_few_bits(row) and not row["seed"]]
+    whole = [row for row in rows if not low_parts(row) and not row["seed"]]
     for schedule in sorted({row["schedule"] for row in whole}):
         for size in sorted({row["N"] for row in whole}):
             runs = sorted(
@@ -307,11 +307,11 @@ def decay(rows: Sequence[Row]) -> dict[str, Any]:
 
     `raw` has N, D, and the nats of both.
     """
-    whole = [row for row in rows if not in_few_bits(row)]
-    by_cosine = {_place(row): row for row in whole if row["schedule"] == "cosine"}
+    whole = [row for row in rows if not low_parts(row)]
+    by_cosine = {_run_key(row): row for row in whole if row["schedule"] == "cosine"}
     pairs: dict[str, dict[str, list[list[float]]]] = {}
     for row in whole:
-        beside = by_cosine.get(_place(row))
+        beside = by_cosine.get(_run_key(row))
         if beside is None or row["schedule"] == "cosine":
             continue
         for name in sorted(row["post"].keys() & beside["post"].keys()):
@@ -343,12 +343,12 @@ def robustness(rows: Sequence[Row]) -> dict[str, Any]:
     """
     cells: dict[str, dict[str, dict[tuple[Any, ...], list[float]]]] = {}
     for row, whole in beside_whole(rows):
-        if in_few_bits(row) == ["weights"] and row["schedule"] == "cosine":
+        if low_parts(row) == ["weights"] and row["schedule"] == "cosine":
             for name in row["post"].keys() & whole["post"].keys():
                 if _bits(name) < row["weights"]:
                     own = cells.setdefault(name, {}).setdefault(f"trained at {row['weights']:g}", {})
                     lost = row["post"][name] - row["loss"] - (whole["post"][name] - whole["loss"])
-                    own[_place(row)] = [lost, row["post"][name] - whole["post"][name]]
+                    own[_run_key(row)] = [lost, row["post"][name] - whole["post"][name]]
     found: dict[str, Any] = {}
     for name, by_bits in sorted(cells.items()):
         shared = set.intersection(*map(set, by_bits.values()))
@@ -362,7 +362,7 @@ def robustness(rows: Sequence[Row]) -> dict[str, Any]:
 
 def downstream(rows: Sequence[Row]) -> dict[str, Any]:
     """Regress accuracy on minimal pairs on the loss, with an offset for low precision."""
-    pairs = [(row["loss"], row["minimal_pairs"], len(in_few_bits(row)) > 0) for row in rows if row["minimal_pairs"]]
+    pairs = [(row["loss"], row["minimal_pairs"], len(low_parts(row)) > 0) for row in rows if row["minimal_pairs"]]
     if len(pairs) < 3:
         return {}
     loss, accuracy, few = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
@@ -426,7 +426,7 @@ def report(results: dict[str, Any]) -> None:
         cells = max((own["cells"] for own in by_bits.values()), default=0)
         print(f"  {what:14} " + "  ".join(means) + f"   ({cells} sizes and tokens)")
     multiply = results["parts multiply"]
-    print("\nparts multiply: errors on the nats above 16 bits of runs with several parts in few bits")
+    print("\nparts multiply: errors on the nats above 16 bits of runs with several parts in low precision")
     if "error" in multiply:
         print(f"  {multiply['error']}")
     else:

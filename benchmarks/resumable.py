@@ -30,7 +30,7 @@ Score = str | Callable[[Line], float | None]
 Item = TypeVar("Item")
 
 
-def key_of(spec: Spec) -> str:
+def spec_key(spec: Spec) -> str:
     """Return the key of a run: a hash of its specification."""
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -59,7 +59,7 @@ class Ledger:
 
     def run(self, spec: Spec) -> bool:
         """Run a specification that has no line yet and append its line; return False if its process failed."""
-        if key_of(spec) in self.lines():
+        if spec_key(spec) in self.lines():
             return True
         try:
             found = self._by_script(spec) if self.make is None else self.make(spec)
@@ -90,10 +90,10 @@ class Grid:
     start: int
     least: int = 0
 
-    def results(self, lines: dict[str, Line], spec_of: Callable[[float], Spec], score: Score) -> list[float | None]:
+    def results(self, lines: dict[str, Line], make_spec: Callable[[float], Spec], score: Score) -> list[float | None]:
         """Return the score of each rate, lower is better: infinity if the run failed, None if it was not run."""
         scored = score if callable(score) else itemgetter(score)
-        found = [lines.get(key_of(spec_of(rate))) for rate in self.rates]
+        found = [lines.get(spec_key(make_spec(rate))) for rate in self.rates]
         return [None if line is None else float("inf") if (value := scored(line)) is None else value for line in found]
 
     def next(self, results: Sequence[float | None]) -> int | None:
@@ -114,10 +114,10 @@ class Grid:
         score, rate = min((s, rate) for s, rate in zip(results, self.rates, strict=True) if s is not None)
         return rate if score < float("inf") else None
 
-    def sweep(self, ledger: Ledger, spec_of: Callable[[float], Spec], score: Score) -> None:
+    def sweep(self, ledger: Ledger, make_spec: Callable[[float], Spec], score: Score) -> None:
         """Run rates until the best one lies between two worse ones, or at an end of the grid."""
-        while (index := self.next(self.results(ledger.lines(), spec_of, score))) is not None:
-            if not ledger.run(spec_of(self.rates[index])):
+        while (index := self.next(self.results(ledger.lines(), make_spec, score))) is not None:
+            if not ledger.run(make_spec(self.rates[index])):
                 return
 
     def row(self, name: str, results: Sequence[float | None]) -> str:
@@ -127,7 +127,7 @@ class Grid:
         return f"{name:24}" + "".join("        -" if result is None else f"{result:9.4f}" for result in results) + told
 
     def header(self) -> str:
-        """Return the first line of that table."""
+        """Return the header line of the table."""
         return " " * 24 + "".join(f"{rate:9.1e}" for rate in self.rates)
 
 

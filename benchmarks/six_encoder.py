@@ -73,8 +73,8 @@ from encoder_accuracy import (
 )
 from interleaved import disturbed, ratio, take_turns
 from own_process import keep_blocks
-from resumable import Ledger, Line, Spec, command_line, interval, key_of, side_by_side, threads_a_job, verdict_on
-from small_models import facts, printed
+from resumable import Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job, verdict_on
+from small_models import printed, run_facts
 
 Lines = dict[str, Line]
 ROUNDS = {1: 60, 32: 9, 128: 5}
@@ -109,7 +109,7 @@ def run_one(spec: Spec) -> Line:
 def memory_line(spec: Spec) -> Line:
     """Measure the peak memory of training steps at width 768 in this process."""
     from encoder_models import Shape, Training, warm_up
-    from own_process import peak_of
+    from own_process import peak_bytes
 
     began = time.time()
     made = []
@@ -119,14 +119,14 @@ def memory_line(spec: Spec) -> Line:
         return made[0].step(spec["batch"])
 
     warm = partial(warm_up, spec["row"])
-    measured = peak_of(
+    measured = peak_bytes(
         build,
         warm=warm,
         steps=STEPS_OF_MEMORY,
         gives_back=spec["gives_back"],
         then=lambda: made[0].evaluate(spec["batch"]),
     )
-    return {"key": key_of(spec), **spec, **measured, **made[0].sizes(), **facts(began)}
+    return {"key": spec_key(spec), **spec, **measured, **made[0].sizes(), **run_facts(began)}
 
 
 def memory_specs(options: argparse.Namespace) -> Iterator[Spec]:
@@ -212,13 +212,13 @@ def report_accuracy(lines: Lines, steps: int, sweep_steps: int) -> None:
     for row in ROWS:
         rate = GRID.best(swept(lines, swept_row(row), sweep_steps))
         for seed in SEEDS if rate is not None else ():
-            line = lines.get(key_of(run_spec(row, rate, seed, steps, dev=False)))
+            line = lines.get(spec_key(run_spec(row, rate, seed, steps, dev=False)))
             if line is not None and "tests" in line:
                 pairs = line["pairs"]
                 pooled = sum(line["tests"][test] * pairs[test] for test in TESTS) / sum(pairs.values())
                 found.setdefault(row, {})[seed] = {**line, "tests": {**line["tests"], BOTH: pooled}}
     for test in (*TESTS, BOTH):
-        trivial = lines.get(key_of(trivial_spec(test))) if test in TESTS else None
+        trivial = lines.get(spec_key(trivial_spec(test))) if test in TESTS else None
         print(f"\naccuracy on {test}, {steps} steps")
         if trivial is not None:
             figures = (f"{name}_accuracy" for name in ("majority", "hypothesis_only"))
@@ -253,12 +253,12 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
     for batch in options.batches:
         found: dict[str, dict[bool, Line]] = {}
         for spec in memory_specs(argparse.Namespace(**{**vars(options), "batches": [batch], "row": CONFIGURATIONS})):
-            line = lines.get(key_of(spec))
+            line = lines.get(spec_key(spec))
             if line is not None:
                 found.setdefault(spec["row"], {})[spec["gives_back"]] = line
         if not found:
             continue
-        print(f"\nwidth 768, batch {batch}: peak of a training step above what the process held, MiB")
+        print(f"\nwidth 768, batch {batch}: peak of a training step above the memory before it, MiB")
         dense = found.get("dense", {}).get(True)
         galore = {r: found[r][True]["peak_above_base_bytes"] for r in GALORE_RANKS if True in found.get(r, {})}
         per_layer = galore.pop("galore-per-layer", None)
@@ -289,7 +289,7 @@ def report_sizes(lines: Lines, options: argparse.Namespace) -> None:
                     part = DENSE_PART / line["core_numbers"]
                     whole = dense["num_parameters"] / line["num_parameters"]
                     print(
-                        f"{row:15} {part:.1f} times fewer numbers in its layers (aim {part_aim:g}: "
+                        f"{row:15} {part:.1f} times fewer parameters in its layers (aim {part_aim:g}: "
                         f"{_verdict(part >= part_aim)}), {whole:.2f} in all (aim {whole_aim:g}: "
                         f"{_verdict(whole >= whole_aim)})"
                     )

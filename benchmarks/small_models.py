@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from peers import register
-from resumable import Line, Spec, key_of
+from resumable import Line, Spec, spec_key
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,7 +97,7 @@ def train_line(
             outcome["resumed"] = True  # the seconds are then those of the last part only
     if run_dir is not None:
         shutil.rmtree(run_dir)
-    return {"key": key_of(spec), **spec, **outcome, **facts(began)}
+    return {"key": spec_key(spec), **spec, **outcome, **run_facts(began)}
 
 
 def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
     return outcome
 
 
-def facts(began: float) -> dict[str, Any]:
+def run_facts(began: float) -> dict[str, Any]:
     """Return when and where a run was made, and how long it took."""
     import torch
 

@@ -40,7 +40,7 @@ THIRD = "dense, third"
 SEQ_LEN, BATCH = 128, 16
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     rate, embedding = (spec["lr"] / 3, 3.0) if spec["form"] == THIRD else (spec["lr"], 1.0)
     recipe = {
         "name": "code",
@@ -66,7 +66,7 @@ def recipe_of(spec: Spec) -> dict[str, Any]:
     return {**recipe, "tensor": {"rank": RANKS}} if spec["form"] == "cores" else recipe
 
 
-def step_of(form: str) -> Callable[[], object]:
+def make_step(form: str) -> Callable[[], object]:
     import torch
     from transformers import AutoModelForMaskedLM, RoFormerConfig
 
@@ -90,8 +90,8 @@ COMPARISON = Comparison(
     steps=500,
     seeds=range(1, 4),
     fixed={"text": "python", "ranks": RANKS, "model": WIDE, "batch": BATCH},
-    recipe_of=recipe_of,
-    step_of=step_of,
+    build_recipe=build_recipe,
+    make_step=make_step,
     longer=2000,
     tried=(THIRD,),
     clocked=(f"dense{AT_FULL}", f"cores{AT_FULL}"),

@@ -41,7 +41,7 @@ DENSE = {
 SMALL = {**DENSE, "hidden_size": 140, "intermediate_size": 280, "num_attention_heads": 5, "num_key_value_heads": 5}
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     rate = spec["lr"] if spec["form"].startswith("dense") else EMBEDDING_RATE
     return {
         "name": "formats",
@@ -70,7 +70,7 @@ def prepare(spec: Spec) -> None:
         register(spec["form"], spec["share"], spec["lr"])
 
 
-def step_of(form: str) -> Callable[[], object]:
+def make_step(form: str) -> Callable[[], object]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,9 +89,9 @@ COMPARISON = Comparison(
     steps=300,
     seeds=range(1, 4),
     fixed={"text": "novels", "share": SHARE, "embedding_rate": EMBEDDING_RATE, "model": DENSE, "batch": BATCH},
-    recipe_of=recipe_of,
+    build_recipe=build_recipe,
     prepare=prepare,
-    step_of=step_of,
+    make_step=make_step,
 )
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
     return step, {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}
 
 
-def rows_of(
+def measure_rows(
     made: dict[str, Callable[[], tuple[Callable[[], object], dict[str, Any]]]], rounds: int, device: str
 ) -> dict[str, dict[str, Any]]:
     """Build all contenders, time them in turns, and report the failed ones."""
@@ -127,7 +127,7 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch in options.batches or ((1, 2) if options.device == "cpu" else (1, 32, 128)):
         print(f"batch {batch}")
         made = {name: partial(built, one, batch, shape, options.device) for name, one in CONTENDERS.items()}
-        found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
+        found[f"batch {batch}"] = measure_rows(made, options.rounds, options.device)
         compared(found[f"batch {batch}"], CONTROLS)
         yield found
 
@@ -194,7 +194,7 @@ def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch in options.batches or ((100,) if options.device == "cpu" else (10_000, 20_000, 40_000)):
         print(f"batch {batch}")
         made = {name: partial(looked_up, kind, rows, batch, options.device) for name, kind in kinds.items()}
-        found[f"batch {batch}"] = rows_of(made, options.rounds, options.device)
+        found[f"batch {batch}"] = measure_rows(made, options.rounds, options.device)
         compared(found[f"batch {batch}"], ("unoptimised", "nn.Embedding"))
         yield found
 

@@ -39,7 +39,7 @@ AIMS = {
 }
 
 
-def passes(model: nn.Module, x: Tensor) -> Callable[[], None]:
+def forward_backward(model: nn.Module, x: Tensor) -> Callable[[], None]:
     """Return a callable that runs a forward and a backward pass and discards the gradients."""
     wanted = torch.randn_like(model(x))
 
@@ -60,8 +60,11 @@ def layers(rounds: int) -> dict[str, Any]:
         low_rank = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs)).to(dtype)
         cores = sc.TTLinear(inputs, outputs, rank, dtype=dtype)
         dense = nn.Linear(inputs, outputs, dtype=dtype)
-        work = {name: passes(layer, x) for name, layer in (("dense", dense), ("low rank", low_rank), ("cores", cores))}
-        work["dense again"] = passes(nn.Linear(inputs, outputs, dtype=dtype), x)
+        work = {
+            name: forward_backward(layer, x)
+            for name, layer in (("dense", dense), ("low rank", low_rank), ("cores", cores))
+        }
+        work["dense again"] = forward_backward(nn.Linear(inputs, outputs, dtype=dtype), x)
         times = take_turns(work, rounds, least_s=0.02)
         name = str(dtype).removeprefix("torch.")
         key = f"{inputs}x{outputs} rank {rank}, {tokens} tokens, {name}"
@@ -89,7 +92,7 @@ class InOrder(nn.Module):
         return contract(x, [merged(cores, step.tree) for step in self.steps], self.steps, self.outputs)
 
 
-def orders_of(chain: Chain) -> dict[str, tuple[Step, ...]]:
+def known_orders(chain: Chain) -> dict[str, tuple[Step, ...]]:
     """Return the three well-known contraction orders."""
     cores, middle = len(chain.modes), chain.num_inputs
     return {
@@ -107,13 +110,16 @@ def grid(rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         layer = sc.TTLinear(inputs, outputs, rank, bias=False)
         chain = layer.network
-        known = orders_of(chain)
+        known = known_orders(chain)
         chosen = best_plan(chain, tokens)
         macs = {name: plan_of(chain, tokens, steps).macs for name, steps in known.items()}
         macs["dense"] = tokens * inputs * outputs
         x = torch.randn(tokens, inputs, requires_grad=True)
-        work = {name: passes(InOrder(layer, steps), x) for name, steps in known.items()}
-        work |= {"dense": passes(nn.Linear(inputs, outputs, bias=False), x), "chosen": passes(layer, x)}
+        work = {name: forward_backward(InOrder(layer, steps), x) for name, steps in known.items()}
+        work |= {
+            "dense": forward_backward(nn.Linear(inputs, outputs, bias=False), x),
+            "chosen": forward_backward(layer, x),
+        }
         times = take_turns(work, rounds, warmup=1, least_s=0.01)
         found = {name: ratio(own, times["dense"]) for name, own in times.items()}
         best = min(known.keys() | {"dense"}, key=lambda name: found[name]["ratio"])

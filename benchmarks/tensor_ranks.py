@@ -37,8 +37,8 @@ from dated import RESULTS
 from equal_clock import training_step
 from interleaved import disturbed, ratio, take_turns
 from optim_quality import MODEL
-from resumable import Ledger, Line, Spec, command_line, key_of, side_by_side, threads_a_job
-from small_models import CAME, facts, printed, text, train_line
+from resumable import Ledger, Line, Spec, command_line, side_by_side, spec_key, threads_a_job
+from small_models import CAME, printed, run_facts, text, train_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
@@ -114,7 +114,7 @@ def start_with_gaussian_cores() -> None:
     linear.random_cores = gaussian  # type: ignore[assignment]
 
 
-def recipe_of(spec: Spec) -> dict[str, Any]:
+def build_recipe(spec: Spec) -> dict[str, Any]:
     return {
         "name": "ranks",
         "model": {"preset": "llama-1m", "overrides": MODEL},
@@ -178,21 +178,21 @@ def cut_line(spec: Spec) -> Line:
     forms = {"all ranks": every, "shut": shut, "removed": removed, "folded": model, "all ranks again": every}
     times = take_turns({name: training_step(form, batch) for name, form in forms.items()}, rounds=30)
     return {
-        "key": key_of(spec),
+        "key": spec_key(spec),
         **spec,
         "losses": [losses[0], losses[-1]],
         "logits_moved": moved,
         "numbers": {name: sum(param.numel() for param in form.parameters()) for name, form in forms.items()},
         "ranks": adapter.ranks(),
         "times": {name: ratio(own, times["all ranks"]) for name, own in times.items()},
-        **facts(began),
+        **run_facts(began),
     }
 
 
 def report_cuts(lines: dict[str, Line]) -> None:
     """Print step times before and after the removal, relative to the original model."""
     for target in TARGETS:
-        line = lines.get(key_of(cut_spec(target)))
+        line = lines.get(spec_key(cut_spec(target)))
         if line is None:
             continue
         if (refused := disturbed(line["times"]["all ranks again"])) is not None:
@@ -206,14 +206,14 @@ def report(lines: dict[str, Line]) -> None:
     """Print a row per initialization and rate, per schedule and target, and per removal."""
     report_cuts(lines)
     for start, rate in product(STARTS, RATES):
-        line = lines.get(key_of(start_spec(*start, rate, 0)))
+        line = lines.get(spec_key(start_spec(*start, rate, 0)))
         if line is not None:
             numbers = f"{line['num_parameters']:,} parameters"
             print(f"{start[0]:18} at {rate:g}, of it {start[1]:.2f}: {line['eval_loss']:.4f}  {numbers}")
     for spec in specs():
         if spec["seed"]:
             continue
-        found = [lines.get(key_of({**spec, "seed": seed})) for seed in range(SEEDS)]
+        found = [lines.get(spec_key({**spec, "seed": seed})) for seed in range(SEEDS)]
         done = [line for line in found if line is not None and line["eval_loss"] is not None]
         if done:
             losses = ", ".join(f"{line['eval_loss']:.4f}" for line in done)
@@ -234,7 +234,7 @@ def main() -> int:
             return 0
         if spec.get("start") == "Gaussian cores":
             start_with_gaussian_cores()
-        printed(train_line(spec, recipe_of(spec)))
+        printed(train_line(spec, build_recipe(spec)))
         return 0
     ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
     if options.phase == "report":

@@ -27,8 +27,8 @@ from typing import Any
 import comm_quality as quality
 import numpy as np
 from dated import RESULTS
-from network import step_of
-from resumable import Ledger, Line, key_of, steps_to_reach
+from network import step_seconds
+from resumable import Ledger, Line, spec_key, steps_to_reach
 
 DATA, PRESET = "llama-10m-long", "llama-10m"
 BASE = "ddp fp32"
@@ -46,8 +46,10 @@ def trained(
     rate = quality.best_rate(lines, data, method)
     if rate is None:
         return {}
-    seeds = quality.WORKS[data].few_seeds if options else quality.seeds_of(data, method)
-    found = {seed: lines.get(key_of(quality.run_spec(data, method, rate, seed, replicas, **options))) for seed in seeds}
+    seeds = quality.WORKS[data].few_seeds if options else quality.seeds_for(data, method)
+    found = {
+        seed: lines.get(spec_key(quality.run_spec(data, method, rate, seed, replicas, **options))) for seed in seeds
+    }
     done = {seed: line for seed, line in found.items() if line is not None}
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
 
@@ -55,12 +57,12 @@ def trained(
 def steps_on(link: dict[str, Any]) -> dict[str, float]:
     """Return seconds of a step by method from a file of network.py: the median over its rounds."""
     return {
-        method: float(np.median([step_of(rows, method) for rows in rounds]))
+        method: float(np.median([step_seconds(rows, method) for rows in rounds]))
         for method, rounds in link["methods"].items()
     }
 
 
-def seconds_of(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
+def elapsed_seconds(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
     """Return the seconds of the first `steps` steps."""
     dense = min(steps, quality.warm_up_steps(method, quality.WORKS[data].steps))
     return dense * step_s[BASE] + (steps - dense) * step_s[method]
@@ -86,7 +88,7 @@ def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
     if rate is None:
         return []
     specs = quality.length_specs(DATA, method, rate, seed, (*quality.SHORTER, *quality.LONGER))
-    found = [lines.get(key_of(spec)) for spec in specs]
+    found = [lines.get(spec_key(spec)) for spec in specs]
     return [line for line in found if line is not None and line["eval_loss"]]
 
 
@@ -102,7 +104,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
         return {}
     shared = [seed for seed in runs[BASE] if all(seed in found for found in runs.values())]
     steps = quality.WORKS[DATA].steps
-    end = min(seconds_of(DATA, method, steps, step_s) for method in runs)
+    end = min(elapsed_seconds(DATA, method, steps, step_s) for method in runs)
     others = {method: {seed: other_lengths(lines, method, seed) for seed in shared} for method in runs}
     shorter = {method: with_most(found, lambda line: line["steps"] < steps) for method, found in others.items()}
     equal = [seed for seed in shared if all(seed in seeds for seeds in shorter.values())]
@@ -117,7 +119,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
         ]
         curves = [mean_curve([own[key] for own in every]) for key in every[0] if all(key in own for own in every)]
         took = [reached for curve in curves if (reached := steps_to_reach(curve, goal)) is not None]
-        return seconds_of(DATA, method, min(took), step_s) if took else float("inf")
+        return elapsed_seconds(DATA, method, min(took), step_s) if took else float("inf")
 
     for method, found in runs.items():
         seeds = with_most(others[method], lambda line: line["steps"] > steps)

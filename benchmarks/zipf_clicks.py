@@ -6,7 +6,7 @@ A row is a function of its index and the seed, so rows can be made in any order 
 large as a vocabulary is ever held in memory.
 
 - Category k = 1..n of a column has a probability proportional to the integral of x^-s over k-1/2..k+1/2, which is
-  Zipf's k^-s to 1 % from k = 4 on (at s = 1.05); it is drawn by the inverse of that integral. Its id is k - 1.
+  Zipf's k^-s to 1 % from k = 4 on (at s = 1.05); it is drawn by inverting the integral. Its id is k - 1.
 - Numeric features are integers with a log-normal distribution, like counts; one in ten is missing.
 - The label is drawn from a logistic model. It has a hidden effect, from hashes, of each category and of each pair of
   categories in neighboring columns, and a weight for the logarithm of each numeric feature.

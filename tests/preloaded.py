@@ -21,8 +21,8 @@ import scantling.cli.console
 import scantling.hf
 import scantling.trainer.reporting.html
 import scantling.trainer.training.run
-from scantling.optim import _native
+from scantling.optim import _cpu
 
-_native._library()
+_cpu._library()
 
 del matplotlib, pytest, scantling, torch, transformers

@@ -1,13 +1,13 @@
-"""Kinds of layers that several methods know by sight, without importing what they come from."""
+"""The Conv1D of transformers, recognized by its name, so that transformers need not be imported."""
 
 from __future__ import annotations
 
 
 def is_conv1d(kind: type) -> bool:
-    """Whether a class is the linear layer of GPT-2 in transformers, whose weight is (in, out); subclasses are not."""
+    """True for the linear layer of GPT-2, whose weight is (in, out), but not for its subclasses."""
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def made_from_conv1d(kind: type) -> bool:
-    """Whether a class is that layer or a subclass of it."""
+def is_conv1d_subclass(kind: type) -> bool:
+    """True for the Conv1D of transformers and its subclasses."""
     return any(map(is_conv1d, kind.__mro__))

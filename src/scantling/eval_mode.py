@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules."""
+"""Evaluation mode of a model for the length of a `with` statement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The context in which all modules are in evaluation mode; each has its own mode again after it."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, and each back into its previous mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -36,12 +36,12 @@ def test_the_parts_are_those_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> 
     import comm_gpu
 
     shape = comm_gpu.SIZES["tiny"]
-    made = comm_gpu.exchange_of(shape, 320, comm_gpu.CASES[1], "cpu")
-    gradients = comm_gpu.gradients_of(made, seed=1)
+    made = comm_gpu.build_exchange(shape, 320, comm_gpu.CASES[1], "cpu")
+    gradients = comm_gpu.make_gradients(made, seed=1)
     parts = comm_gpu.Codec(made, gradients)
     assert len(parts.messages[0]) == made.planned_wire_bytes(2)
     decoded = parts.decode()
-    order = [member.param for channel in parts.channels for member in channel.members]
+    order = [slot.param for group in parts.block_groups for slot in group.slots]
     comm_gpu.stepped(made, gradients)
     for place, value in zip(order, decoded, strict=True):
         torch.testing.assert_close(parts.params[place].grad, value.to(torch.bfloat16), rtol=1e-2, atol=1e-4)

@@ -26,15 +26,15 @@ def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, in
 
 @pytest.mark.parametrize("name", ["tt", "tt silu", "low rank", "cola", "btt"])
 def test_formats_have_their_share_of_the_numbers_and_the_variance_of_the_layer(name: str) -> None:
-    from formats import made, numbers
+    from formats import build_layer, num_parameters
 
     torch.manual_seed(0)
     linear = nn.Linear(256, 512, bias=False)
     nn.init.normal_(linear.weight, std=0.02)
-    layer = made(name, linear, 0.25)
+    layer = build_layer(name, linear, 0.25)
     held = sum(parameter.numel() for parameter in layer.parameters())
     assert held == pytest.approx(0.25 * linear.weight.numel(), rel=0.02)
-    assert held in {numbers(name, 256, 512, rank) for rank in range(1, 257)}
+    assert held in {num_parameters(name, 256, 512, rank) for rank in range(1, 257)}
     x = torch.randn(4000, 256)
     with torch.no_grad():
         assert float(layer(x).var()) == pytest.approx(float(linear(x).var()), rel=0.1)
@@ -43,7 +43,7 @@ def test_formats_have_their_share_of_the_numbers_and_the_variance_of_the_layer(n
 def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import tensor_formats
     from equal_clock import Comparison
-    from resumable import key_of
+    from resumable import spec_key
 
     comparison: Comparison = tensor_formats.COMPARISON
     forms = comparison.forms
@@ -52,7 +52,7 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
 
     def add(form: str, rate: float, seed: int, loss: float, steps: int | None = None) -> None:
         spec = comparison.spec(form, rate, seed, steps)
-        lines[key_of(spec)] = {**spec, "eval_loss": loss, "num_parameters": 4000 if form == "dense" else 1000}
+        lines[spec_key(spec)] = {**spec, "eval_loss": loss, "num_parameters": 4000 if form == "dense" else 1000}
 
     with pytest.raises(SystemExit, match="sweep of tt"):
         comparison.tuned(lines, "tt")
@@ -64,7 +64,7 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     comparison.report(lines)
     printed = capsys.readouterr().out
     assert "equal time" not in printed, "there is no clock yet"
-    lines[key_of(comparison.clock_spec())] = {"times": times}
+    lines[spec_key(comparison.clock_spec())] = {"times": times}
     assert comparison.tuned(lines, "tt") == 2e-3
     assert comparison.steps_in_time(lines, "tt") == 750
     add("tt", 2e-3, 1, 3.0, 750)
@@ -75,7 +75,9 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     assert "at equal steps 3.3500 ± 0.6353 (2 seeds), minus the control -0.5000 ± 0.0000" in printed
     assert "at equal time 3.0000 ± inf (1 seeds), minus the control -0.8000 ± inf" in printed
     wider = replace(comparison, longer=600, clocked=("dense, wide", "tt, wide"))
-    lines[key_of(wider.clock_spec(wider.clocked))] = {"times": {"dense, wide": {"ratio": 1.0}, "tt, wide": times["tt"]}}
+    lines[spec_key(wider.clock_spec(wider.clocked))] = {
+        "times": {"dense, wide": {"ratio": 1.0}, "tt, wide": times["tt"]}
+    }
     add("dense", 2e-3, 1, 3.2, 600)
     add("tt", 2e-3, 1, 3.1, 600)
     wider.report(lines)

@@ -65,7 +65,7 @@ def test_the_published_law_is_found_again(tmp_path: Path) -> None:
     means = claims.means_by_bits(multiply)
     assert list(means) == [(4, 4, 4), (4, 5, 16), (6, 6, 6)]
     of_all = [
-        row["loss"] - whole["loss"] for row, whole in claims.beside_whole(rows) if len(claims.in_few_bits(row)) == 3
+        row["loss"] - whole["loss"] for row, whole in claims.beside_whole(rows) if len(claims.low_parts(row)) == 3
     ]
     assert means[4, 4, 4]["measured"] + means[6, 6, 6]["measured"] == pytest.approx(sum(of_all) / 9)
     constants = multiply["constants"]["Kumar's law, fitted to alone"]

@@ -13,7 +13,7 @@ import torch
 def test_steps_to_reach_adafactor(capsys: pytest.CaptureFixture[str]) -> None:
     """CAME falls twice as fast as Adafactor, AdamW ends above it; the best of three rates is the middle one."""
     import optim_tasks as tasks
-    from resumable import key_of
+    from resumable import spec_key
 
     comparison = tasks.Comparison("bert-rotary", "python", 1000)
     ends = {"adafactor-momentum": 2.0, "adamw": 3.0, "came-reference": 2.0, "came": 0.0}
@@ -26,7 +26,7 @@ def test_steps_to_reach_adafactor(capsys: pytest.CaptureFixture[str]) -> None:
                 spec = comparison.spec(name, tasks.GRID.rates[index], seed)
                 curve = [[step, 4.0 + (final - 4.0) * step / 100] for step in range(10, 101, 10)]
                 accuracy = [[step, 1.0 - loss / 4.0] for step, loss in curve]
-                lines[key_of(spec)] = {**spec, "eval_loss": final, "heldout": curve, "accuracy": accuracy}
+                lines[spec_key(spec)] = {**spec, "eval_loss": final, "heldout": curve, "accuracy": accuracy}
     assert {spec["optim"]["lr"] for spec in comparison.finalists(lines, 0).values()} == {tasks.GRID.rates[start]}
     comparison.report(lines)
     printed = [line for line in capsys.readouterr().out.splitlines() if "reaches adafactor-momentum's last" in line]
@@ -41,19 +41,19 @@ def test_steps_to_reach_adafactor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
     import optim_finetune as finetune
-    from resumable import key_of
+    from resumable import spec_key
 
     comparison = finetune.Comparison("banking77", {})
     start = finetune.GRID.start
     lines: dict[str, dict[str, Any]] = {}
     for name in finetune.COMPARED:
-        optimizer = finetune.optimizer_of(finetune.run_spec("banking77", name, 1e-3, 0), torch.nn.Linear(20, 20))
+        optimizer = finetune.make_optimizer(finetune.run_spec("banking77", name, 1e-3, 0), torch.nn.Linear(20, 20))
         assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
         for seed in finetune.SEEDS:
             for index in (start - 1, start, start + 1):
                 spec = finetune.run_spec("banking77", name, finetune.GRID.rates[index], seed)
                 accuracy = 0.8 + seed / 100 + (0.02 if name.startswith(("came", "plain")) else 0.0)
-                lines[key_of(spec)] = {
+                lines[spec_key(spec)] = {
                     **spec,
                     "dev_error": 0.1 + abs(index - start) / 10,
                     "eval_loss": 1.0,
@@ -74,14 +74,14 @@ def test_fine_tuning_against_adamw(capsys: pytest.CaptureFixture[str]) -> None:
 def test_two_seeds_choose_between_the_two_best_rates() -> None:
     """With seed 0, the start of the grid is best; with seed 9, the next higher rate is better by more."""
     import optim_quality as quality
-    from resumable import key_of
+    from resumable import spec_key
 
     lines: dict[str, dict[str, Any]] = {}
     start, rates = quality.GRID.start, quality.GRID.rates
 
     def add(index: int, seed: int, loss: float | None) -> None:
         spec = quality.finalist_spec("python", "no confidence", rates[index], seed)
-        lines[key_of(spec)] = {**spec, "eval_loss": loss}
+        lines[spec_key(spec)] = {**spec, "eval_loss": loss}
 
     def chosen() -> float | None:
         return quality.finalist_rate(lines, "python", "no confidence")
@@ -104,15 +104,15 @@ def test_two_seeds_choose_between_the_two_best_rates() -> None:
 def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> None:
     """The lines of both data sets are separate; novels keep the keys they had before digits were added."""
     import comm_quality as quality
-    from resumable import key_of
+    from resumable import spec_key
 
     assert "data" not in quality.run_spec("novels", "ddp fp32", 1e-3, 0)
     lines: dict[str, dict[str, Any]] = {}
     start = quality.GRID.start
     for index in (start - 1, start, start + 1):
         spec = quality.run_spec("digits", "ddp, one rate", quality.GRID.rates[index], 0)
-        assert quality.recipe_of(spec)["data"]["images"] == "digits"
-        lines[key_of(spec)] = {**spec, "eval_loss": 0.1 + abs(index - start)}
+        assert quality.build_recipe(spec)["data"]["images"] == "digits"
+        lines[spec_key(spec)] = {**spec, "eval_loss": 0.1 + abs(index - start)}
     quality.report(lines, "novels")
     assert "0.1000" not in capsys.readouterr().out
     quality.report(lines, "digits")
@@ -126,7 +126,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     """Ours needs as many steps and a quarter of the time per step; PowerSGD never reaches the loss."""
     import comm_quality as quality
     import time_to_loss
-    from resumable import key_of
+    from resumable import spec_key
 
     work = quality.WORKS[time_to_loss.DATA]
     steps, start = work.steps, work.grid.start
@@ -137,7 +137,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
                 spec = quality.run_spec(time_to_loss.DATA, name, quality.GRID.rates[index], seed)
                 last = end + abs(index - start)
                 curve = [[part * steps // 10, 6.0 + (last - 6.0) * part / 10] for part in range(1, 11)]
-                lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve}
+                lines[spec_key(spec)] = {**spec, "eval_loss": last, "heldout": curve}
     found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
     assert found["ours k2 owner"]["seeds"] == list(work.few_seeds)  # the seeds of PowerSGD
@@ -161,12 +161,12 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     warm_up = 30  # PowerSGD averages everything in these steps
     step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
     took = 4.0 * warm_up + steps - warm_up
-    assert time_to_loss.seconds_of(time_to_loss.DATA, "powersgd r4", steps, step_s) == took
+    assert time_to_loss.elapsed_seconds(time_to_loss.DATA, "powersgd r4", steps, step_s) == took
     assert time_to_loss.steps_in(time_to_loss.DATA, "powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
 
     def add(name: str, length: int, end: float) -> None:
         spec = next(quality.length_specs(time_to_loss.DATA, name, work.grid.rates[start], 0, [length]))
-        lines[key_of(spec)] = {**spec, "eval_loss": end, "heldout": [[length, end]]}
+        lines[spec_key(spec)] = {**spec, "eval_loss": end, "heldout": [[length, end]]}
 
     add("ddp fp32", 208, 3.5)  # better after a quarter of the steps than the unfinished long run
     add("powersgd r4", 2600, 2.0)
@@ -180,7 +180,7 @@ def test_tables_of_the_exchanges() -> None:
     """Ours loses 0.25, sends a hundredth of the bytes, and takes a quarter of the time at 100 Mbit/s."""
     import comm_quality as quality
     import comm_table
-    from resumable import key_of
+    from resumable import spec_key
 
     lines: dict[str, dict[str, Any]] = {}
     start, steps = quality.GRID.start, quality.WORKS["digits"].steps
@@ -190,7 +190,7 @@ def test_tables_of_the_exchanges() -> None:
                 spec = quality.run_spec("digits", name, quality.GRID.rates[index], seed, replicas)
                 last = 0.1 + seed / 100 + worse + abs(index - start)
                 curve = [[part * steps // 10, last + 1.0 - part / 10] for part in range(1, 11)]
-                lines[key_of(spec)] = {**spec, "eval_loss": last, "heldout": curve, "accuracy": 0.9}
+                lines[spec_key(spec)] = {**spec, "eval_loss": last, "heldout": curve, "accuracy": 0.9}
     found = comm_table.loss_table(lines, "digits").splitlines()
     assert found[2] == ("| ddp fp32 | 0.002 | 3 | 0.120 ± 0.025 | – | 300 | 90.0 ± 0.0 | 0.110 | +0.000 |")
     assert found[3] == (
@@ -200,12 +200,12 @@ def test_tables_of_the_exchanges() -> None:
     assert comm_table.settings_table(lines, "digits") == ""
     for index in (start - 1, start, start + 1):
         spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[index], 0)
-        lines[key_of(spec)] = {**spec, "eval_loss": 1.0 + abs(index - start)}
+        lines[spec_key(spec)] = {**spec, "eval_loss": 1.0 + abs(index - start)}
     for seed in (1, 2, 3):
         spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[start], seed)
-        lines[key_of(spec)] = {**spec, "eval_loss": 0.2, "computed_bytes": 100.0}
+        lines[spec_key(spec)] = {**spec, "eval_loss": 0.2, "computed_bytes": 100.0}
         spec = quality.run_spec("digits", quality.OURS, quality.GRID.rates[start], seed, delay=1)
-        lines[key_of(spec)] = {**spec, "eval_loss": 0.3, "computed_bytes": 50.0}
+        lines[spec_key(spec)] = {**spec, "eval_loss": 0.3, "computed_bytes": 50.0}
     found = comm_table.settings_table(lines, "digits").splitlines()
     assert found[2:] == [f"| delay 1 | {quality.OURS} | 0.300 ± 0.000 | +0.100 ± 0.000 | 0.50 |"]
 
@@ -239,12 +239,12 @@ def test_a_step_of_few_exchanges_is_the_mean() -> None:
     from comm_methods import METHODS
 
     rows = [{"step_s": [1.0] * 29 + [31.0]}, {"step_s": [1.0] * 30}]
-    assert network.step_of(rows, "diloco h30") == 2.0
-    assert network.step_of(rows, "ours k8 owner") == 1.0
+    assert network.step_seconds(rows, "diloco h30") == 2.0
+    assert network.step_seconds(rows, "ours k8 owner") == 1.0
     every = {method: count for method in METHODS if (count := network.exchanges_every(method)) != 1}
     local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
     assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
-    assert [network.mbit_of(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
-    assert [network.burst_of(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]
+    assert [network.parse_mbit(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
+    assert [network.burst_bytes(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]
     with pytest.raises(argparse.ArgumentTypeError, match="given 10mbps"):
-        network.mbit_of("10mbps")
+        network.parse_mbit("10mbps")

@@ -101,21 +101,21 @@ def test_the_interval_is_that_of_students_t() -> None:
 
 
 def test_a_run_is_done_once_and_a_failed_one_again(tmp_path: Path) -> None:
-    from resumable import Ledger, key_of
+    from resumable import Ledger, spec_key
 
     script = tmp_path / "script.py"
     script.write_text(
-        f"import json, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from resumable import key_of\n"
+        f"import json, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from resumable import spec_key\n"
         "spec = json.loads(sys.argv[2])\n"
         "assert sys.argv[1] == 'one' and 'bad' not in spec\n"
-        "print('noise'); print(json.dumps({'key': key_of(spec), **spec, 'eval_loss': 2.0}))\n"
+        "print('noise'); print(json.dumps({'key': spec_key(spec), **spec, 'eval_loss': 2.0}))\n"
     )
     ledger = Ledger(tmp_path / "results" / "lines.jsonl", script)
     good, bad = {"lr": 1.0}, {"lr": 1.0, "bad": True}
     assert ledger.lines() == {}
     assert not ledger.run(bad)
     assert ledger.run(good)
-    assert ledger.lines() == {key_of(good): {"key": key_of(good), "lr": 1.0, "eval_loss": 2.0}}
+    assert ledger.lines() == {spec_key(good): {"key": spec_key(good), "lr": 1.0, "eval_loss": 2.0}}
     script.unlink()  # a run that has its line is not repeated
     assert ledger.run(good)
     assert not ledger.run(bad)
@@ -124,10 +124,10 @@ def test_a_run_is_done_once_and_a_failed_one_again(tmp_path: Path) -> None:
 def test_published_results_keep_their_keys() -> None:
     """A change of the keys in a specification would repeat every training run."""
     import optim_quality as quality
-    from resumable import key_of
+    from resumable import spec_key
 
-    assert key_of(quality.run_spec("python", "adamw", 4e-3, 0)) == "8caeb431f95bdd4b"
-    assert key_of(quality.run_spec("python", "came", 4e-3, 0)) == "429c80067e209835"
+    assert spec_key(quality.run_spec("python", "adamw", 4e-3, 0)) == "8caeb431f95bdd4b"
+    assert spec_key(quality.run_spec("python", "came", 4e-3, 0)) == "429c80067e209835"
 
 
 def test_every_small_recipe_is_valid() -> None:
@@ -139,11 +139,11 @@ def test_every_small_recipe_is_valid() -> None:
 
     register()
     specs = [tasks.run_spec(t, n, 1e-3, 0, data="python") for t, s in tasks.SETTINGS.items() for n in s.compared]
-    for recipe in [tasks.recipe_of(spec) for spec in specs]:
+    for recipe in [tasks.build_recipe(spec) for spec in specs]:
         assert recipe["train"]["steps"] // recipe["train"]["eval_every"] >= tasks.POINTS
         check_recipe(recipe, "tasks")
     for name in quality.LONGER:
-        check_recipe(quality.recipe_of(quality.longer_spec("python", name, 1e-3)), "longer")
+        check_recipe(quality.build_recipe(quality.longer_spec("python", name, 1e-3)), "longer")
 
 
 def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

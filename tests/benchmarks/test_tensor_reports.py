@@ -37,7 +37,7 @@ def test_the_six_encoder_recipe_has_the_sizes_of_the_paper() -> None:
     tensor = load_recipe(encoder_models.RECIPE).tensor
     assert tensor is not None
     with torch.device("meta"):
-        model = BertForSequenceClassification(encoder_models.config_of(encoder_models.FULL))
+        model = BertForSequenceClassification(encoder_models.build_config(encoder_models.FULL))
         assert count(model) == 66_957_315
         replaced = [module for module in model.modules() if isinstance(module, nn.Linear)][:-1]
         words = model.bert.embeddings.word_embeddings.weight
@@ -63,7 +63,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row is best at the middle of three rates; cores are 0.5 points below dense, and 2 at the last target."""
     import encoder_accuracy as accuracy
     import six_encoder
-    from resumable import key_of
+    from resumable import spec_key
 
     below = {"dense": 0.0, "cores-361x": 0.02}
     lines: Lines = {}
@@ -73,11 +73,11 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
         for index in (start - 1, start, start + 1):
             spec = accuracy.run_spec(row, accuracy.GRID.rates[index], 0, 5, dev=True)
             right = 0.5 - max(0, index - start) / 10  # the lower rate has as many right answers, but a higher loss
-            lines[key_of(spec)] = {**spec, "eval_loss": float(index != start), "accuracy": [[2, 0.9], [5, right]]}
+            lines[spec_key(spec)] = {**spec, "eval_loss": float(index != start), "accuracy": [[2, 0.9], [5, right]]}
         for seed in seeds:
             spec = accuracy.run_spec(row, accuracy.GRID.rates[start], seed, 10, dev=False)
             reached = 0.49 + seed / 100 - below.get(row, 0.005)
-            lines[key_of(spec)] = {
+            lines[spec_key(spec)] = {
                 **spec,
                 "eval_loss": 1.0,
                 "tests": dict.fromkeys(accuracy.TESTS, reached),
@@ -90,7 +90,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
             }
     for test in accuracy.TESTS:
         spec = accuracy.trivial_spec(test)
-        lines[key_of(spec)] = {**spec, "majority_accuracy": 0.34, "hypothesis_only_accuracy": 0.48}
+        lines[spec_key(spec)] = {**spec, "majority_accuracy": 0.34, "hypothesis_only_accuracy": 0.48}
     six_encoder.report_accuracy(lines, 10, 5)
     printed = capsys.readouterr().out
     assert printed.count("majority 34.00 %, hypothesis alone 48.00 %") == 2
@@ -111,7 +111,7 @@ def test_accuracy_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_and_memory_of_the_six_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     import six_encoder
     from encoder_models import CORES, DENSE_PART
-    from resumable import key_of
+    from resumable import spec_key
 
     numbers = {"dense": (66_957_315, 0), "galore": (66_957_315, 0), "cores-adapting": (1_490_157, CORES)}
     numbers |= {"cores-0.2": (700_000, DENSE_PART // 330), "cores-361x": (650_000, DENSE_PART // 350)}
@@ -128,14 +128,14 @@ def test_sizes_and_memory_of_the_six_encoder(capsys: pytest.CaptureFixture[str])
     for row, (whole, cores) in numbers.items():
         spec = six_encoder.memory_spec(row, 1, gives_back=True, layers=6, length=128)
         sizes = {"num_parameters": whole, "core_numbers": cores, "training_state_bytes": 2**20}
-        lines[key_of(spec)] = {**spec, **sizes, "peak_above_base_bytes": peaks[row] * 2**20}
+        lines[spec_key(spec)] = {**spec, **sizes, "peak_above_base_bytes": peaks[row] * 2**20}
     six_encoder.report_sizes(lines, _options())
     printed = capsys.readouterr().out
     assert "dense takes 12.00 times as much, GaLore 10.00 times (aim 9: met), layer by layer 7.00 times" in printed
     assert "dense takes 9.60 times as much, GaLore 8.00 times (aim 9: MISSED)" in printed
-    assert "64.8 times fewer numbers in its layers (aim 64.7: met), 44.93 in all (aim 44.9: met)" in printed
-    assert "330.0 times fewer numbers in its layers (aim 320: met), 95.65 in all (aim 80: met)" in printed
-    assert "350.0 times fewer numbers in its layers (aim 361: MISSED)" in printed
+    assert "64.8 times fewer parameters in its layers (aim 64.7: met), 44.93 in all (aim 44.9: met)" in printed
+    assert "330.0 times fewer parameters in its layers (aim 320: met), 95.65 in all (aim 80: met)" in printed
+    assert "350.0 times fewer parameters in its layers (aim 361: MISSED)" in printed
     assert "untrained weights" in printed
 
 
@@ -158,23 +158,23 @@ def test_speed_of_the_six_encoder(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recommenders_against_dense(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import dlrm
-    from resumable import key_of
+    from resumable import spec_key
 
     monkeypatch.setattr(dlrm, "SEEDS", (1, 2, 3))
     options = argparse.Namespace(row=None, rank=64, shrink=1, batch=10_000, steps=10, every=1)
     lines: Lines = {}
     for row, peak in {"dense-sgd": 4000, "dense-adamw": 18_000, "cores-sgd": 800, "cores-adamw": 900}.items():
         spec = dlrm.memory_spec(row, options, gives_back=True)
-        lines[key_of(spec)] = {**spec, "peak_above_base_bytes": peak * 2**20, "num_parameters": 5}
+        lines[spec_key(spec)] = {**spec, "peak_above_base_bytes": peak * 2**20, "num_parameters": 5}
     start = dlrm.GRID.start
     for kind, auc in {"dense": 0.75, "cores": 0.746, "hash": 0.73, "qr": 0.74}.items():
         for index in (start - 1, start, start + 1):
             spec = dlrm.run_spec(kind, dlrm.GRID.rates[index], 0, options, dev=True)
-            lines[key_of(spec)] = {**spec, "eval_loss": 0.4 + abs(index - start)}
+            lines[spec_key(spec)] = {**spec, "eval_loss": 0.4 + abs(index - start)}
         for seed in dlrm.SEEDS:
             spec = dlrm.run_spec(kind, dlrm.GRID.rates[start], seed, options, dev=False)
             found = {"eval_loss": 0.4, "auc": auc + seed / 100, "normalized_entropy": 0.9, "table_numbers": 100}
-            lines[key_of(spec)] = {**spec, **found}
+            lines[spec_key(spec)] = {**spec, **found}
     dlrm.report_memory(lines, options)
     dlrm.report_auc(lines, options)
     dlrm.report_size(options)
@@ -182,7 +182,7 @@ def test_recommenders_against_dense(capsys: pytest.CaptureFixture[str], monkeypa
     assert "5.00 times less than dense-sgd (aim 7: MISSED)" in printed
     assert "20.00 times less than dense-adamw (aim 7: met)" in printed
     rows = {line.split()[0]: line for line in printed.splitlines() if "seeds)" in line}
-    assert "0.7700 ± 0.0248 (3 seeds), normalized entropy 0.9000, 100 numbers in tables, lr 0.003" in rows["dense"]
+    assert "0.7700 ± 0.0248 (3 seeds), normalized entropy 0.9000, 100 parameters in tables, lr 0.003" in rows["dense"]
     assert "minus dense -0.0040 ± 0.0000 (aim -0.005: met, by the interval met)" in rows["cores"]
     assert "minus dense -0.0200 ± 0.0000, lr" in rows["hash"]
     assert "dense 1,080,887,681 numbers" in printed

@@ -169,7 +169,7 @@ def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_law_by_which_training_diverges() -> None:
-    kumar, _ = predictions(10**8, 10**10, Quantizer.of("int3"), {"activations": 2, "queries": 8})
+    kumar, _ = predictions(10**8, 10**10, Quantizer.from_spec("int3"), {"activations": 2, "queries": 8})
     assert (kumar.degradation, kumar.unknown) == (None, ("queries",))
     assert _predicted(kumar).startswith("no loss, as training diverges, by the kumar law")
     assert _predicted(kumar).endswith(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 def commands() -> list[str]:
     """Return the commands of the how-to for the first and the second machine."""
-    text = (ROOT / "docs" / "reference" / "exchange.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "several-machines.md").read_text(encoding="utf-8")
     how_to = text[text.index("## Two machines over the internet") :]
     return [line.strip() for line in how_to.splitlines() if line.strip().startswith("torchrun --nnodes 2 ")]
 

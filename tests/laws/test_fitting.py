@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import scantling as sc
+from benchmarks.synthetic_runs import kumar_grid, simulate
 from scantling.errors import UserError
-from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, PrecisionLaw, simulate
-from scantling.laws.fitting import minimise
-from scantling.laws.synthetic import kumar_grid
-from tests.laws.worlds import KUMAR, base_of, small_grid
+from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, PrecisionLaw
+from scantling.laws.fitting import minimize
+from tests.laws.worlds import KUMAR, small_grid, without_precision
 
 TABLES = Path(__file__).parents[1] / "data"
 TIED = {"beta": "alpha"}
@@ -36,7 +36,7 @@ def golden(epoch: tuple[np.ndarray, ...]) -> Fit:
     return ChinchillaLaw.fit(*(column[5:] for column in epoch))
 
 
-def test_a_law_of_ones_own_is_fitted_by_every_way() -> None:
+def test_fit_accepts_a_custom_law() -> None:
     """A custom law needs only its class definition."""
 
     class Mine(ChinchillaLaw):
@@ -51,7 +51,7 @@ def test_a_law_of_ones_own_is_fitted_by_every_way() -> None:
     assert by_class.hold_out().mean < 0.01
 
 
-def test_epochs_refit_to_four_figures(golden: Fit) -> None:
+def test_fit_reproduces_epochs_constants(golden: Fit) -> None:
     """The notebook's own optimum: 477.84, 2143.86, 1.81724, 0.34731, 0.36718 at 1.0182740e-3."""
     assert golden.objective == pytest.approx(1.0182740e-3, rel=1e-7)
     assert golden.objective <= 1.0182740179e-3
@@ -63,19 +63,19 @@ def test_epochs_refit_to_four_figures(golden: Fit) -> None:
     assert golden.unidentified == {}
 
 
-def test_dropping_no_outlier_moves_b_sixfold(epoch: tuple[np.ndarray, ...]) -> None:
+def test_fit_with_outliers_moves_b_sixfold(epoch: tuple[np.ndarray, ...]) -> None:
     whole = ChinchillaLaw.fit(*epoch)
     found = [whole.A, whole.B, whole.E]
     assert found == pytest.approx([495.7, 12845.6, 1.8913], rel=1e-4)
 
 
-def test_epochs_intervals(golden: Fit) -> None:
+def test_bootstrap_reproduces_epochs_intervals(golden: Fit) -> None:
     """Besiroglu et al., from 4,000 bootstraps: A 285 to 744, B 1042 to 5810, E 1.769 to 1.871, and so on."""
     _compare_intervals(golden.bootstrap(100), tolerance=0.5)
 
 
 @pytest.mark.slow
-def test_epochs_intervals_by_4000_bootstraps(golden: Fit) -> None:
+def test_bootstrap_reproduces_epochs_intervals_with_4000_samples(golden: Fit) -> None:
     _compare_intervals(golden.bootstrap(4000), tolerance=0.35)
 
 
@@ -88,11 +88,11 @@ def _compare_intervals(found: dict[str, tuple[float, float]], tolerance: float) 
         assert np.log(found[name]) == pytest.approx((low, high), abs=tolerance * (high - low) / 2), name
 
 
-def test_the_minimum_is_found_from_afar(golden: Fit) -> None:
+def test_minimize_converges_from_far_starts(golden: Fit) -> None:
     problem = golden._problem
     for seed in range(3):
         start = golden._theta + np.random.default_rng(seed).normal(0, 0.3, 5)
-        assert minimise(problem, start)[1] == pytest.approx(golden.objective, rel=1e-6)
+        assert minimize(problem, start)[1] == pytest.approx(golden.objective, rel=1e-6)
 
 
 LAWS: list[tuple[Law, dict[str, Any]]] = [
@@ -112,7 +112,7 @@ LAWS: list[tuple[Law, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("law", "values"), LAWS, ids=[law.name for law, _ in LAWS])
-def test_every_law_comes_back_from_its_own_losses(law: Law, values: dict[str, Any]) -> None:
+def test_fit_recovers_every_law_without_noise(law: Law, values: dict[str, Any]) -> None:
     """Without noise, every constant is recovered; constants that the fit fixes by default keep their value."""
     grid = small_grid()
     draw = np.random.default_rng(0)
@@ -138,7 +138,7 @@ def _losses(law: Law, grid: dict[str, Any]) -> dict[str, Any]:
     return {**grid, "loss": [law.loss(n, d, scheme=str(scheme)) for n, d, scheme in each]}  # type: ignore[call-arg]
 
 
-def test_recovery_at_a_tenth_of_a_percent() -> None:
+def test_fit_recovers_gammas_at_small_noise() -> None:
     """On the paper's grid and constants: gammas within 5, 5 and 10 %, the best bits within 0.3."""
     fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.001, seed=1), "kumar", tie=TIED)
     for name, tolerance in zip(GAMMAS, (0.05, 0.05, 0.10), strict=True):
@@ -147,9 +147,9 @@ def test_recovery_at_a_tenth_of_a_percent() -> None:
     assert not set(GAMMAS) & set(fitted.unidentified)
 
 
-def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
+def test_unidentified_names_the_kv_cache_at_one_percent_noise() -> None:
     """Even optimal least squares leaves errors of 8, 5 and 28 % here."""
-    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=base_of(KUMAR))
+    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=without_precision(KUMAR))
     assert {"gamma_kv", "n_kv"} <= set(fitted.unidentified)
     assert not {"gamma_w", "gamma_a"} & set(fitted.unidentified)
     shown = str(fitted)
@@ -158,7 +158,7 @@ def test_at_one_percent_the_kv_cache_is_not_identified() -> None:
     assert f"gamma_w    {fitted.gamma_w:.5g}" in shown
 
 
-def test_intervals_cover_at_one_percent() -> None:
+def test_bootstrap_covers_true_constants() -> None:
     """For each gamma, at least 6 of 8 seeds are covered; at 95 %, fewer would happen once in 170 times."""
     for name, count in _covered(8, samples=30).items():
         assert count >= 6, name
@@ -166,7 +166,7 @@ def test_intervals_cover_at_one_percent() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_intervals_cover_in_nine_of_ten_of_200_seeds() -> None:
+def test_bootstrap_covers_true_constants_in_200_seeds() -> None:
     for name, count in _covered(200, samples=60).items():
         assert count >= 180, name
 
@@ -176,7 +176,7 @@ def _covered(seeds: int, samples: int) -> dict[str, int]:
     found = dict.fromkeys(GAMMAS, 0)
     for seed in range(seeds):
         runs = simulate(KUMAR, kumar_grid(), noise=0.01, seed=seed)
-        intervals = sc.laws.fit(runs, "kumar", base=base_of(KUMAR)).bootstrap(samples)
+        intervals = sc.laws.fit(runs, "kumar", base=without_precision(KUMAR)).bootstrap(samples)
         for name in GAMMAS:
             low, high = intervals[name]
             found[name] += low <= getattr(KUMAR, name) <= high
@@ -194,7 +194,7 @@ def quest() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_quest_sizes_are_predicted_from_the_others(quest: list[dict[str, str]]) -> None:
+def test_hold_out_predicts_quest_sizes(quest: list[dict[str, str]]) -> None:
     """Weights and activations at 2 to 16 bits, on Quartet's published base: the mean error is at most 0.5 %.
 
     The runs are 43 with Hadamard rotations, 20 without, and 16 with quantized weights only. The tests leave out 20 of
@@ -217,7 +217,7 @@ def test_quest_sizes_are_predicted_from_the_others(quest: list[dict[str, str]]) 
         assert fitted.unidentified == {}, name
 
 
-def test_quest_alone_does_not_tell_its_base(quest: list[dict[str, str]]) -> None:
+def test_unidentified_names_the_base_of_quest(quest: list[dict[str, str]]) -> None:
     """N and D are nearly collinear: E goes to 0 and alpha to 0.06, as in the authors' own fit."""
     runs = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
     fitted = sc.laws.fit(runs, "kumar", columns=QUEST, tie=SHARED)
@@ -227,7 +227,7 @@ def test_quest_alone_does_not_tell_its_base(quest: list[dict[str, str]]) -> None
         sc.laws.fit([run for run in runs if run["a_quant"] == "NoQuantizer"], "kumar", columns=QUEST)
 
 
-def test_a_profile_rises_to_both_sides(quest: list[dict[str, str]]) -> None:
+def test_profile_rises_on_both_sides_of_a_curved_valley(quest: list[dict[str, str]]) -> None:
     """The valley of these runs is curved, and a search that leaves it ends elsewhere."""
     both = [run for run in quest if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
     runs = [run for run in both if run["w_bits"] == run["a_bits"]]
@@ -239,7 +239,7 @@ def test_a_profile_rises_to_both_sides(quest: list[dict[str, str]]) -> None:
     assert (np.diff(deviances[: middle + 1]) < 0).all()
 
 
-def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
+def test_fit_efficiencies_of_quest(quest: list[dict[str, str]]) -> None:
     """On Quartet's base, with larger runs included: 0.700, 0.442 and 0.187 at 4, 3 and 2 bits."""
     runs = [run for run in quest if run["w_quant"] in HADAMARD and run["w_bits"] == run["a_bits"]]
     runs = [{**run, "scheme": f"w{run['w_bits']}"} for run in runs]
@@ -249,12 +249,12 @@ def test_quests_schemes_as_efficiencies(quest: list[dict[str, str]]) -> None:
     assert fitted.hold_out().mean <= 0.005
 
 
-def test_two_stages_are_a_base_and_what_it_lacks() -> None:
+def test_fit_stages_take_constants_from_the_base() -> None:
     """Fit a base to unquantized runs, the parts on top of it, and quantization after training on top of both."""
     world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = kumar_grid()
     runs = simulate(world, grid)
-    base = sc.laws.fit(simulate(base_of(world), small_grid()), "chinchilla")
+    base = sc.laws.fit(simulate(without_precision(world), small_grid()), "chinchilla")
     parts = sc.laws.fit(runs, "kumar", base=base)
     assert set(parts.names) == {*GAMMAS, "n_w", "n_a", "n_kv"}
     after = simulate(world, {**grid, "post": np.resize([3.0, 4.0, 5.0], len(grid["N"]))})
@@ -264,7 +264,7 @@ def test_two_stages_are_a_base_and_what_it_lacks() -> None:
     assert whole.critical_tokens(1e9, post=4) == pytest.approx(world.critical_tokens(1e9, post=4), rel=0.01)
 
 
-def test_both_stages_are_fitted_to_one_table() -> None:
+def test_fit_base_uses_full_precision_runs() -> None:
     world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     grid["weights"] = np.repeat([np.inf, 4.0, 6.0], 20)
@@ -277,7 +277,7 @@ def test_both_stages_are_fitted_to_one_table() -> None:
     assert fitted.source == "fitted to 60 runs on a base (fitted to 20 runs)"
 
 
-def test_a_fitted_base_is_fitted_anew_without_the_size_that_is_left_out() -> None:
+def test_hold_out_refits_the_base() -> None:
     """Each stage is refitted without the held-out size; a given base stays unchanged."""
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     bits = {"weights": np.repeat([np.inf, 4.0, 6.0], 20)}
@@ -291,22 +291,20 @@ def test_a_fitted_base_is_fitted_anew_without_the_size_that_is_left_out() -> Non
         blind = sc.laws.fit(rest, "kumar", base="fit", tie=TIED)
         predicted = blind.loss(table["N"][held], table["D"][held], weights=table["weights"][held])
         np.testing.assert_allclose(errors, predicted / table["loss"][held] - 1, rtol=1e-3, atol=1e-6)
-    seen = sc.laws.fit(table, "kumar", base=base_of(KUMAR)).hold_out()
+    seen = sc.laws.fit(table, "kumar", base=without_precision(KUMAR)).hold_out()
     assert found.mean > seen.mean
 
 
-def test_a_size_that_the_base_cannot_do_without_is_named() -> None:
+def test_hold_out_reports_sizes_that_the_base_needs() -> None:
     grid = {name: np.tile(column[:15], 2) for name, column in small_grid().items()}
     bits = {"weights": np.repeat([np.inf, 4.0], 15)}
     others = dict.fromkeys(("activations", "kv_cache"), np.full(30, np.inf))
     table = {**grid, **bits, "loss": simulate(KUMAR, {**grid, **bits, **others}, noise=0.001)["loss"]}
     held_out = sc.laws.fit(table, "kumar", base="fit", tie=TIED, fixed={"n_w": 0.0}).hold_out()
-    assert set(held_out.skipped.values()) == {
-        "of the base, fewer than three sizes are left to tell alpha, A and E from"
-    }
+    assert set(held_out.skipped.values()) == {"of the base, fewer than three sizes are left to identify alpha, A and E"}
 
 
-def test_constants_are_held_tied_and_freed() -> None:
+def test_fit_fixes_ties_and_frees_constants() -> None:
     runs = simulate(KUMAR, kumar_grid())
     offsets = {"n_w": KUMAR.n_w, "n_a": KUMAR.n_a, "n_kv": KUMAR.n_kv}
     fitted = sc.laws.fit(runs, "kumar", fixed=offsets, tie=TIED)
@@ -320,7 +318,7 @@ def test_constants_are_held_tied_and_freed() -> None:
 
 
 @pytest.mark.parametrize("held", [("C_T",), ("A", "C_T"), ("B", "gamma_D")])
-def test_an_amplitude_is_held_in_its_own_unit(held: tuple[str, ...]) -> None:
+def test_fit_fixes_amplitudes_in_original_units(held: tuple[str, ...]) -> None:
     world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     others = dict.fromkeys(("weights", "activations", "kv_cache"), np.full(60, np.inf))
@@ -332,19 +330,19 @@ def test_an_amplitude_is_held_in_its_own_unit(held: tuple[str, ...]) -> None:
     assert fitted.mean_error < 1e-5
 
 
-def test_every_law_has_a_fit_of_its_own() -> None:
+def test_law_fit_method_takes_variables() -> None:
     grid = small_grid()
     weights = np.resize([3.0, 4.0, 16.0], len(grid["N"]))
     loss = KUMAR.loss(**grid, weights=weights, activations=np.inf, kv_cache=np.inf)
-    base = base_of(KUMAR)
+    base = without_precision(KUMAR)
     fitted = PrecisionLaw.fit(grid["N"], grid["D"], loss, weights=weights, base=base, fixed={"n_w": KUMAR.n_w})
     assert fitted.names == ("gamma_w",)
     assert fitted.gamma_w == pytest.approx(2.6745, rel=1e-6)
-    with pytest.raises(UserError, match="kumar law does not know 'wieghts'; it takes weights, activations"):
+    with pytest.raises(UserError, match="kumar law has no variable 'wieghts'; it takes weights, activations"):
         PrecisionLaw.fit(grid["N"], grid["D"], loss, wieghts=weights)
 
 
-def test_a_constant_of_the_base_can_be_freed() -> None:
+def test_fit_frees_a_constant_of_the_base() -> None:
     quartet = ChinchillaLaw.published("quartet")
     runs = simulate(quartet, small_grid())
     fitted = sc.laws.fit(runs, "chinchilla", base=quartet.with_constants({"power": 1.0}), free=["power"])
@@ -352,15 +350,15 @@ def test_a_constant_of_the_base_can_be_freed() -> None:
     assert fitted.power == pytest.approx(quartet.power, rel=1e-6)
 
 
-def test_what_is_not_identified_is_printed_nowhere() -> None:
-    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=base_of(KUMAR))
+def test_fit_does_not_print_unidentified_values() -> None:
+    fitted = sc.laws.fit(simulate(KUMAR, kumar_grid(), noise=0.01), "kumar", base=without_precision(KUMAR))
     assert "gamma_kv" in fitted.unidentified
     for text in (str(fitted), repr(fitted)):
         assert "gamma_kv   not identified" in text
         assert f"{fitted.gamma_kv:.3g}" not in text
 
 
-def test_what_refits_take_out_of_the_range_of_floats_is_infinite() -> None:
+def test_bootstrap_reports_overflow_as_infinity() -> None:
     """Some bootstrap draws give a beta of 69, and B is proportional to tokens^69."""
     draw = np.random.default_rng(0)
     N = draw.choice([1e9, 1.2e9, 1.5e9, 2e9], 14)
@@ -373,11 +371,11 @@ def test_what_refits_take_out_of_the_range_of_floats_is_infinite() -> None:
     assert found["beta"][1] > 31
     assert np.isfinite([found[name] for name in ("A", "E", "alpha", "beta")]).all()
     assert fitted.interval(lambda law: law.B, 20) == found["B"]
-    with pytest.raises(UserError, match="B of this law is more than a float holds"):
+    with pytest.raises(UserError, match="B of this law exceeds the range of floats"):
         fitted.interval(lambda law: law.optimum(compute=1e20).N, 20)
 
 
-def test_what_the_intervals_are_of() -> None:
+def test_bootstrap_options_and_seeds() -> None:
     fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.003), "chinchilla", tie=TIED)
     found = fitted.bootstrap(30, level=0.5)
     assert set(found) == {"A", "B", "E", "alpha", "beta"}
@@ -395,21 +393,21 @@ def test_what_the_intervals_are_of() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.001])
-def test_what_moves_together_is_not_told(noise: float) -> None:
+def test_unidentified_names_constants_that_move_together(noise: float) -> None:
     """With a single number of bits, k and gamma_post act as one constant, even without noise."""
     law, grid = PostTrainingLaw.published(), small_grid()
     grid = {name: np.repeat(column, 2) for name, column in grid.items()} | {"post": np.tile([4.0, np.inf], 20)}
-    fitted = sc.laws.fit(simulate(law, grid, noise=noise), "ouyang", base=base_of(law))
+    fitted = sc.laws.fit(simulate(law, grid, noise=noise), "ouyang", base=without_precision(law))
     assert {name: reason for name, reason in fitted.unidentified.items() if name in ("k", "gamma_post")} == {
-        "k": "the runs do not tell it apart from gamma_post",
-        "gamma_post": "the runs do not tell it apart from k",
+        "k": "it is not identifiable from these runs; only its combination with gamma_post is",
+        "gamma_post": "it is not identifiable from these runs; only its combination with k is",
     }
     if not noise:
         assert fitted.unidentified.keys() == {"k", "gamma_post"}
         assert fitted.gamma_D == pytest.approx(law.gamma_D, rel=1e-6)
 
 
-def test_profiles_rise_on_both_sides() -> None:
+def test_profile_rises_on_both_sides() -> None:
     fitted = sc.laws.fit(simulate(CHINCHILLA, small_grid(), noise=0.002), "chinchilla")
     values, deviances = fitted.profile("alpha", np.array([-0.3, -0.1, 0.0, 0.1, 0.3]))
     assert values[2] == pytest.approx(fitted.alpha)
@@ -417,11 +415,11 @@ def test_profiles_rise_on_both_sides() -> None:
     assert deviances[0] > deviances[1] > deviances[2] < deviances[3] < deviances[4]
 
 
-def test_sizes_that_cannot_be_left_out_are_named() -> None:
+def test_hold_out_reports_skipped_sizes() -> None:
     grid = {name: column[:15] for name, column in small_grid().items()}
     held_out = sc.laws.fit(simulate(CHINCHILLA, grid, noise=0.001), "chinchilla").hold_out()
     assert len(held_out.skipped) == 3
-    with pytest.raises(UserError, match="no size could be left out"):
+    with pytest.raises(UserError, match="no size could be held out"):
         _ = held_out.mean
 
 
@@ -430,7 +428,7 @@ OUYANG, EFFICIENT = PostTrainingLaw.published(), EfficiencyLaw.published()
 
 
 @pytest.mark.parametrize(
-    ("law", "column", "whole", "others", "largest", "given", "told"),
+    ("law", "column", "whole", "others", "largest", "given", "constants"),
     [
         (KUMAR, "weights", np.inf, [np.inf], [4.0], IN_BITS, "gamma_w"),
         (KUMAR, "weights", 16.0, [16.0], [4.0], IN_BITS, "gamma_w"),
@@ -438,15 +436,15 @@ OUYANG, EFFICIENT = PostTrainingLaw.published(), EfficiencyLaw.published()
         (
             OUYANG,
             *("post", np.inf, [np.inf], [3.0, 4.0]),
-            {"base": base_of(OUYANG), "fixed": {"gamma_N": OUYANG.gamma_N}},
+            {"base": without_precision(OUYANG), "fixed": {"gamma_N": OUYANG.gamma_N}},
             "k and gamma_D and gamma_post",
         ),
-        (EFFICIENT, "scheme", "bf16", ["bf16"], ["rtn"], {"base": base_of(EFFICIENT)}, "eff_N[rtn]"),
+        (EFFICIENT, "scheme", "bf16", ["bf16"], ["rtn"], {"base": without_precision(EFFICIENT)}, "eff_N[rtn]"),
         (EFFICIENT, "scheme", "bf16", ["quest"], ["rtn"], {"base": EFFICIENT, "free": ["A"]}, ""),
     ],
 )
-def test_a_size_that_alone_tells_a_constant_is_not_left_out(
-    law: Law, column: str, whole: Any, others: list[Any], largest: list[Any], given: dict[str, Any], told: str
+def test_hold_out_keeps_a_size_that_alone_identifies_a_constant(
+    law: Law, column: str, whole: Any, others: list[Any], largest: list[Any], given: dict[str, Any], constants: str
 ) -> None:
     """A size with unique bits or schemes is held out anyway if other sizes or a base identify their cost."""
     grid = {name: np.tile(each, 2) for name, each in small_grid().items()}
@@ -454,11 +452,11 @@ def test_a_size_that_alone_tells_a_constant_is_not_left_out(
     if law is KUMAR:
         grid |= dict.fromkeys(("activations", "kv_cache"), np.full(40, np.inf))
     held_out = sc.laws.fit(_losses(law, grid), law.name, **given).hold_out()
-    assert list(held_out.skipped.values()) == ([f"no other size tells {told}"] if told else [])
-    assert len(held_out.errors) == (3 if told else 4)
+    assert list(held_out.skipped.values()) == ([f"no other size identifies {constants}"] if constants else [])
+    assert len(held_out.errors) == (3 if constants else 4)
 
 
-def test_noise_is_not_taken_for_knowledge() -> None:
+def test_unidentified_at_large_noise() -> None:
     """With 12 runs and 5 % noise, some constant is not identifiable."""
     grid = {name: column[::2][:12] for name, column in small_grid().items()}
     assert sc.laws.fit(simulate(CHINCHILLA, grid, noise=0.05), "chinchilla").unidentified

@@ -41,24 +41,24 @@ def kumar_by_hand(N: float, D: float, w: float, a: float, kv: float, post: float
 
 
 @pytest.mark.parametrize("bits", [(16, 16, 16, None), (4, 16, 16, None), (6, 5, 7, 4), (16, 16, 16, 3)])
-def test_kumar_is_the_formula(bits: tuple[float, float, float, float | None]) -> None:
+def test_kumar_equals_the_formula(bits: tuple[float, float, float, float | None]) -> None:
     w, a, kv, post = bits
     found = KUMAR.loss(N=1e8, D=1e10, weights=w, activations=a, kv_cache=kv, post=post)
     assert found == pytest.approx(kumar_by_hand(1e8, 1e10, *bits), rel=1e-12)
 
 
-def test_sixteen_bits_go_through_the_formula_and_infinity_does_not() -> None:
+def test_kumar_infinite_bits_cost_nothing_and_16_do() -> None:
     whole = 4.299e3 * 1e8**-0.4965 + 1.806e4 * 1e10**-0.4965 + 2.7648
-    unquantised = {"weights": math.inf, "activations": math.inf, "kv_cache": None}
-    assert KUMAR.loss(1e8, 1e10, **unquantised) == pytest.approx(whole, rel=1e-14)
+    unquantized = {"weights": math.inf, "activations": math.inf, "kv_cache": None}
+    assert KUMAR.loss(1e8, 1e10, **unquantized) == pytest.approx(whole, rel=1e-14)
     assert KUMAR.loss(1e8, 1e10) > whole
-    assert KUMAR.effective_parameters(1e8, **unquantised) == 1e8
+    assert KUMAR.effective_parameters(1e8, **unquantized) == 1e8
     kept = (1 - math.exp(-16 / 2.6745 + 0.3037)) * (1 - math.exp(-16 / 2.2102 + 1.4072))
     kept *= 1 - math.exp(-16 / 0.9578 + 2.4185)
     assert KUMAR.effective_parameters(1e8) == pytest.approx(1e8 * kept, rel=1e-12)
 
 
-def test_what_the_paper_says_of_few_bits() -> None:
+def test_kumar_low_precision_diverges_as_in_the_paper() -> None:
     """Activations at 3 bits diverge; all parts at 4 bits leave less than a quarter of the effective parameters."""
     assert KUMAR.effective_parameters(1e8, activations=3) == 0
     assert KUMAR.loss(1e8, 1e10, activations=3) == math.inf
@@ -67,28 +67,28 @@ def test_what_the_paper_says_of_few_bits() -> None:
     assert KUMAR.effective_parameters(1.0, weights=4, activations=4, kv_cache=4) == pytest.approx(1 / 5.2, rel=0.01)
 
 
-def test_quantising_to_the_bits_of_training_costs_nothing() -> None:
+def test_kumar_post_at_training_bits_costs_nothing() -> None:
     bits = {"weights": 4.0, "activations": 4.0, "kv_cache": 4.0}
     assert KUMAR.loss(1e8, 1e10, **bits, post=4) == KUMAR.loss(1e8, 1e10, **bits)
     few, some, many = (KUMAR.loss(1e8, 1e10, weights=w, post=4) - KUMAR.loss(1e8, 1e10, weights=w) for w in (5, 6, 16))
     assert 0 < few < some < many
 
 
-def test_losses_of_arrays_are_those_of_their_elements() -> None:
+def test_loss_of_arrays_equals_losses_of_elements() -> None:
     N, bits, post = np.array([1e8, 2e8, 5e7]), np.array([4.0, 16.0, math.inf]), np.array([3.0, math.inf, 5.0])
     found = KUMAR.loss(N, 1e10, weights=bits, post=post)
     each = [KUMAR.loss(n, 1e10, weights=w, post=p) for n, w, p in zip(N, bits, post, strict=True)]
     assert found == pytest.approx(each, rel=1e-14)
 
 
-def test_quartets_table_3() -> None:
+def test_efficiency_equals_quartets_table_3() -> None:
     """arXiv 2505.14669v4, 30M parameters at 25 to 400 tokens per parameter."""
     N, ratios = 30.48e6, np.array([25, 50, 100, 200, 400])
     found = EfficiencyLaw.published().loss(N, N * ratios, scheme="quartet")
     assert found == pytest.approx([3.49, 3.38, 3.29, 3.24, 3.20], rel=0.005)
 
 
-def test_ouyang_is_the_formula() -> None:
+def test_ouyang_equals_the_formula() -> None:
     base = ((4.74e19 / 1e9) ** (0.045 / 0.399) + 7.63e10 / 1e11) ** 0.399
     law = PostTrainingLaw.published()
     assert law.loss(1e9, 1e11) == pytest.approx(base, rel=1e-12)
@@ -96,7 +96,7 @@ def test_ouyang_is_the_formula() -> None:
     assert law.loss(1e9, 1e11, post=3) == pytest.approx(base + added, rel=1e-12)
 
 
-def test_frantar_needs_a_base() -> None:
+def test_efficiency_frantar_needs_a_base() -> None:
     with pytest.raises(UserError, match="give base="):
         EfficiencyLaw.published("frantar")
     law = EfficiencyLaw.published("frantar", base=ChinchillaLaw.published())
@@ -104,10 +104,10 @@ def test_frantar_needs_a_base() -> None:
 
 
 @pytest.mark.parametrize(("law", "variables"), EVERY, ids=IDS)
-def test_gradients_are_differences(law: Law, variables: dict[str, object]) -> None:
+def test_gradient_equals_finite_differences(law: Law, variables: dict[str, object]) -> None:
     N, D = 2e8, 9e9
     slopes = law.gradient(N, D, **variables)
-    whole = law._variables(variables)
+    whole = law.parse_variables(variables)
 
     def loss(name: str, factor: float) -> float:
         if name in ("N", "D"):
@@ -126,24 +126,24 @@ def test_gradients_are_differences(law: Law, variables: dict[str, object]) -> No
         assert slope * values[name] == pytest.approx(rise, rel=1e-6, abs=1e-9), name
 
 
-def test_where_training_diverges_there_is_no_gradient() -> None:
+def test_gradient_is_nan_if_training_diverges() -> None:
     law = PrecisionLaw.published()
     slopes = law.gradient([1e8, 1e8], 1e10, weights=[3.0, 16.0], activations=[3.0, 16.0])
     assert all(np.isnan(each[0]) and np.isfinite(each[1]) for each in slopes.values())
 
 
 @pytest.mark.parametrize(("law", "variables"), EVERY, ids=IDS)
-def test_units_are_a_change_of_numbers_only(law: Law, variables: dict[str, object]) -> None:
-    whole = law._variables(variables)
-    there = law.in_units(1e8, 1e10)
-    assert float(there.evaluate(2.0, 3.0, whole)) == pytest.approx(float(law.evaluate(2e8, 3e10, whole)), rel=1e-12)
-    back = there.in_units(1e-8, 1e-10).constants()
+def test_in_units_keeps_the_loss(law: Law, variables: dict[str, object]) -> None:
+    whole = law.parse_variables(variables)
+    scaled = law.in_units(1e8, 1e10)
+    assert float(scaled.evaluate(2.0, 3.0, whole)) == pytest.approx(float(law.evaluate(2e8, 3e10, whole)), rel=1e-12)
+    back = scaled.in_units(1e-8, 1e-10).constants()
     assert back == pytest.approx(law.constants(), rel=1e-12)
     assert {name.partition("[")[0] for name in law.constants()} <= set(law.UNITS)
 
 
 @given(st.floats(3, 30), st.floats(4, 30), st.floats(4, 30), st.floats(1e7, 1e11), st.floats(1e9, 1e13))
-def test_more_is_never_worse(w: float, a: float, kv: float, N: float, D: float) -> None:
+def test_loss_never_rises_with_bits_parameters_or_tokens(w: float, a: float, kv: float, N: float, D: float) -> None:
     """Without quantization after training, more bits, parameters or tokens never increase the loss."""
     bits = {"weights": w, "activations": a, "kv_cache": kv}
     loss = KUMAR.loss(N, D, **bits)
@@ -153,7 +153,7 @@ def test_more_is_never_worse(w: float, a: float, kv: float, N: float, D: float) 
     assert KUMAR.loss(N, 2 * D, **bits) < loss
 
 
-def test_formats_stand_for_their_bits() -> None:
+def test_variables_accept_format_names() -> None:
     formats = {"weights": "int4", "activations": "mxfp6_e3m2", "kv_cache": ["bf16", None]}
     bits = {"weights": 4, "activations": 6, "kv_cache": [16, math.inf]}
     assert KUMAR.loss(1e8, 1e10, weights={"format": "int4"}) == KUMAR.loss(1e8, 1e10, weights=4)
@@ -164,8 +164,8 @@ def test_formats_stand_for_their_bits() -> None:
     assert EfficiencyLaw.published().outside(scheme="rtn") == []
 
 
-def test_leaving_the_fitted_range_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scantling.laws.law._SAID", set())  # another test may have logged it for its random sizes
+def test_loss_warns_outside_the_fitted_range(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scantling.laws.law._LOGGED", set())  # another test may have logged it for its random sizes
     with caplog.at_level(logging.WARNING):
         KUMAR.loss(N=8.03e9, D=1.5e10)
     assert "N = 8.03e+09 is above the fitted range, 3e+07 to 2.2e+08" in caplog.text
@@ -185,29 +185,29 @@ def test_leaving_the_fitted_range_is_said(caplog: pytest.LogCaptureFixture, monk
         (lambda: KUMAR.effective_parameters(-1), "N counts are positive"),
         (lambda: EfficiencyLaw.published().effective_parameters(-1), "N counts are positive"),
         (lambda: EfficiencyLaw.published().loss(1e8, 1e9, scheme=4), "no scheme '4'"),
-        (lambda: PrecisionLaw.published("float").loss(1e8, 1e9, activations=4), "says nothing of activations"),
+        (lambda: PrecisionLaw.published("float").loss(1e8, 1e9, activations=4), "does not model activations"),
         (lambda: PrecisionLaw.published("float").loss(1e8, 1e9, post=4), "leave post out"),
         (lambda: EfficiencyLaw.published().loss(1e8, 1e9, scheme="quartett"), "did you mean 'quartet'"),
-        (lambda: KUMAR.gradient(1e8, 1e9, bits=4), "does not know 'bits'"),
+        (lambda: KUMAR.gradient(1e8, 1e9, bits=4), "has no variable 'bits'"),
         (lambda: KUMAR.critical_tokens(0, post=4), "N is one number, positive"),
         (lambda: KUMAR.critical_tokens([1e8, 1e9], post=4), "N is one number"),  # type: ignore[arg-type]
         (lambda: KUMAR.optimum(compute=1e21, speed={}), "speed is a function of bits, or a mapping"),
         (lambda: KUMAR.optimum(compute=1e21, speed=2.0), "given 2.0"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_law_refuses(ask: object, words: str) -> None:
+def test_law_refuses_bad_input(ask: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         ask()  # type: ignore[operator]
 
 
-def test_the_float_set_has_no_other_parts() -> None:
+def test_kumar_float_set_models_weights_only() -> None:
     law = PrecisionLaw.published("float")
-    assert law.parts() == ("weights",)
+    assert law.modeled_parts() == ("weights",)
     expected = 1e8 * (1 - math.exp(-6 / 2.8111 + 0.1240))
     assert law.effective_parameters(1e8, weights=6) == pytest.approx(expected, rel=1e-12)
 
 
-def test_laws_need_no_torch() -> None:
+def test_laws_import_no_torch() -> None:
     code = (
         "import sys, scantling as sc; heavy = lambda: [m for m in ('torch', 'scipy', 'numpy') if m in sys.modules]; "
         "sc.laws; before = heavy(); sc.laws.PrecisionLaw.published().optimum(compute=1e21); print(before, heavy())"
@@ -223,3 +223,24 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = sc.laws.nothing
     assert sc.laws.names() == ["chinchilla", "efficiency", "kumar", "ouyang"]
+
+
+def test_predictions_need_no_scipy() -> None:
+    """Without SciPy, fits and optima name the extra to install."""
+    code = """
+import sys
+sys.modules["scipy"] = None
+import scantling as sc
+law = sc.laws.PrecisionLaw.published()
+print(law.loss(1e8, 1e10, weights=4, post=3) > 0, law.optimum(compute=1e21, speed={8: 2.0, 16: 1.0}).bits)
+runs = {"N": [1e8, 2e8, 4e8] * 3, "D": [1e9] * 3 + [4e9] * 3 + [9e9] * 3}
+runs["loss"] = sc.laws.ChinchillaLaw.published().loss(**{name: runs[name] for name in "ND"}).tolist()
+for ask in (lambda: law.optimum(compute=1e21), lambda: sc.laws.fit(runs)):
+    try:
+        ask()
+    except sc.errors.UserError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    hint = 'fits and optima need SciPy; install it with: pip install "scantling[laws]"'
+    assert done.stdout.splitlines() == ["True 8.0", hint, hint]

@@ -17,6 +17,6 @@ def small_grid() -> dict[str, Any]:
     return {"N": rows[:, 0], "D": rows[:, 1]}
 
 
-def base_of(law: Law) -> ChinchillaLaw:
+def without_precision(law: Law) -> ChinchillaLaw:
     """Return the law without precision."""
     return ChinchillaLaw(A=law.A, B=law.B, E=law.E, alpha=law.alpha, beta=law.beta, power=law.power)

@@ -16,14 +16,14 @@ CASTS = {
 
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_floats_round_as_the_casts_of_pytorch_do(name: str, dtype: torch.dtype) -> None:
+def test_float_round_matches_torch_casts(name: str, dtype: torch.dtype) -> None:
     values = torch.randn(256, 64, dtype=torch.float32) * torch.logspace(-12, 5, 64)
     fmt = parse_format(name)
     cast = values.clamp(-fmt.largest, fmt.largest).to(CASTS[name]).to(dtype)
     assert torch.equal(fmt.round(values.to(dtype)), cast)
 
 
-def test_bf16_is_the_cast_of_pytorch_down_to_its_subnormals() -> None:
+def test_bf16_round_matches_torch_for_subnormals() -> None:
     patterns = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
     values = torch.cat((patterns.int(), patterns.int() % 2**24)).view(torch.float32)  # add many of the smallest values
     values = values[values.abs() <= parse_format("bf16").largest]
@@ -32,7 +32,7 @@ def test_bf16_is_the_cast_of_pytorch_down_to_its_subnormals() -> None:
 
 @pytest.mark.parametrize("mantissa", range(4))
 @pytest.mark.parametrize("exponent", range(1, 6))
-def test_floats_round_to_the_nearest_of_all_their_values(exponent: int, mantissa: int) -> None:
+def test_float_round_is_nearest_of_all_values(exponent: int, mantissa: int) -> None:
     fmt = FloatFormat(exponent, mantissa)
     bias = 2 ** (exponent - 1) - 1
     steps = 2**mantissa
@@ -48,7 +48,7 @@ def test_floats_round_to_the_nearest_of_all_their_values(exponent: int, mantissa
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
-def test_integers_end_at_twos_complement(bits: int) -> None:
+def test_int_round_clamps_to_twos_complement(bits: int) -> None:
     fmt = IntFormat(bits)
     half = 2 ** (bits - 1)
     rounded = fmt.round(torch.tensor([-1e9, 1e9, 0.5, 1.5, -0.5]))
@@ -57,7 +57,7 @@ def test_integers_end_at_twos_complement(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "fp4_e2m1", "fp8_e4m3"])
-def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
+def test_stochastic_round_keeps_the_mean(name: str) -> None:
     fmt = parse_format(name)
     torch.manual_seed(0)
     x = torch.full((200_000,), 1.3)
@@ -66,13 +66,13 @@ def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     assert abs(rounded.mean().item() - 1.3) < 5e-3  # 4 standard deviations of the mean at a step of 1
 
 
-def test_nan_stays_nan() -> None:
+def test_round_keeps_nan() -> None:
     for name in ("int4", "fp8_e4m3", "bf16"):
         assert parse_format(name).round(torch.tensor([float("nan"), 1.0])).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("name", ["int8", "int16", "fp8_e4m3", "fp5_e3m1", "bf16", "fp16"])
-def test_names_are_kept(name: str) -> None:
+def test_parse_format_inverts_name(name: str) -> None:
     assert parse_format(name).name == name
 
 
@@ -87,6 +87,6 @@ def test_names_are_kept(name: str) -> None:
         (4, "a name such as"),
     ],
 )
-def test_other_names_are_refused(name: str, says: str) -> None:
+def test_parse_format_refuses_other_names(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         parse_format(name)

@@ -136,7 +136,7 @@ def test_tiles_do_not_change_the_result(shape: tuple[int, ...], limit: int, monk
     whole, tiled, grads = parameter(shape), parameter(shape), gradients(shape, 5)
     expected = run(CAME([whole], lr=2e-4, weight_decay=0.1, debias=True), whole, grads)
     monkeypatch.setattr(eager, "CPU_TILE", limit)
-    assert len(eager.tiles_of(tuple(tiled.shape), limit, tiled.ndim)) > 1
+    assert len(eager.split_tiles(tuple(tiled.shape), limit, tiled.ndim)) > 1
     found = run(CAME([tiled], lr=2e-4, weight_decay=0.1, debias=True), tiled, grads)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -145,9 +145,9 @@ def test_tiles_do_not_change_the_result(shape: tuple[int, ...], limit: int, monk
 @pytest.mark.parametrize("limit", [1, 7, 50, 10**6])
 def test_tiles_cover_every_element_once(shape: tuple[int, ...], limit: int) -> None:
     seen = torch.zeros(shape)
-    for tile in eager.tiles_of(shape, limit, len(shape)):
-        eager.cut(seen, tile).add_(1.0)
-        assert eager.cut(seen, tile).numel() <= limit
+    for tile in eager.split_tiles(shape, limit, len(shape)):
+        eager.tile_view(seen, tile).add_(1.0)
+        assert eager.tile_view(seen, tile).numel() <= limit
     assert bool((seen == 1.0).all())
 
 

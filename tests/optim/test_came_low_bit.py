@@ -16,17 +16,26 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.optim import CAME, came_state_bytes, state_bytes
 from scantling.optim import _eager as eager
-from scantling.optim._codec import decode, encode, layout_of, momentum_shapes, scales_of, short_codes
-from scantling.optim._random import random_16, seed_of
-from scantling.optim._rounding import read, write
+from scantling.optim.codecs import (
+    block_rows,
+    decode,
+    decode_scales,
+    encode,
+    encode_byte_scales,
+    momentum_shapes,
+    noise_seed,
+    random_uint16,
+    read_weight,
+    write_weight,
+)
 
 CONFIDENT = (0.9, 0.95, 0.995)
 SHAPES = [(40, 33), (16, 200), (3, 20, 130), (20, 3, 3, 3), (300, 17)]
 MATRIX = ((0,), (1,))
 
 
-def noise_seed(step: int = 1, ordinal: int = 0, stream: int = 0) -> Tensor:
-    return seed_of(torch.tensor(float(step)), ordinal, stream)
+def make_seed(step: int = 1, param_idx: int = 0, stream: int = 0) -> Tensor:
+    return noise_seed(torch.tensor(float(step)), param_idx, stream)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
@@ -61,11 +70,11 @@ def run(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tenso
 def test_codes_are_as_near_as_their_steps(rows: int, length: int, momentum: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn((rows, length), generator=generator) * 10 ** torch.randn((rows, 1), generator=generator)
-    layout = layout_of((rows, length), MATRIX, momentum)
+    layout = block_rows((rows, length), MATRIX, momentum)
     codes, scale = empty_codes((rows, length), momentum)
-    encode(value.clone(), codes, scale, layout, seed=noise_seed(seed + 1))
+    encode(value.clone(), codes, scale, layout, seed=make_seed(seed + 1))
     found = decode(codes, scale, layout, torch.float32)
-    kept = scales_of(scale, torch.float32)
+    kept = decode_scales(scale, torch.float32)
     for block in range(layout.num_blocks):
         part = slice(block * layout.block, (block + 1) * layout.block)
         largest = value[:, part].abs().amax(dim=1)
@@ -82,7 +91,7 @@ def test_codes_are_as_near_as_their_steps(rows: int, length: int, momentum: Any,
 
 
 def test_scales_of_one_byte_are_the_least_that_are_large_enough() -> None:
-    every = scales_of(torch.arange(256, dtype=torch.uint8), torch.float32)
+    every = decode_scales(torch.arange(256, dtype=torch.uint8), torch.float32)
     assert every[0] == 0, "state that was never written is zero, whatever its codes"
     assert every[255].isnan()
     assert (every[1], every[128 - 1], every[254]) == (2**-16 * 9 / 8, 2**-1 * 15 / 8, 57344)
@@ -90,11 +99,11 @@ def test_scales_of_one_byte_are_the_least_that_are_large_enough() -> None:
     ratio = finite[1:] / finite[:-1]
     assert ratio.min() > 1
     assert ratio.max() == 9 / 8
-    assert torch.equal(short_codes(finite), torch.arange(1, 255, dtype=torch.int32))
+    assert torch.equal(encode_byte_scales(finite), torch.arange(1, 255, dtype=torch.int32))
     above = torch.nextafter(finite, torch.tensor(torch.inf))
-    assert torch.equal(short_codes(above), torch.arange(2, 256, dtype=torch.int32))
+    assert torch.equal(encode_byte_scales(above), torch.arange(2, 256, dtype=torch.int32))
     extremes = torch.tensor([0.0, 1e-45, 1e-6, 57345.0, torch.inf, torch.nan])
-    assert short_codes(extremes).tolist() == [1, 1, 1, 255, 255, 255]
+    assert encode_byte_scales(extremes).tolist() == [1, 1, 1, 255, 255, 255]
 
 
 @pytest.mark.parametrize("length", [20, 200])
@@ -102,19 +111,19 @@ def test_scales_of_one_byte_are_the_least_that_are_large_enough() -> None:
 def test_what_is_no_number_or_too_large_comes_back_as_nan(momentum: Any, length: int) -> None:
     value = torch.ones(4, length)
     value[0, 3], value[1, 3], value[2, 3] = torch.nan, torch.inf, 1e6
-    layout = layout_of((4, length), MATRIX, momentum)
+    layout = block_rows((4, length), MATRIX, momentum)
     codes, scale = empty_codes((4, length), momentum)
-    encode(value, codes, scale, layout, seed=noise_seed())
+    encode(value, codes, scale, layout, seed=make_seed())
     assert decode(codes, scale, layout, torch.float32).isnan().any(dim=1).tolist() == [True, True, True, False]
 
 
 def test_four_bits_are_unbiased() -> None:
     value = torch.linspace(-1.0, 1.0, 64).expand(4, 64)
-    layout = layout_of((4, 64), MATRIX, "int4")
+    layout = block_rows((4, 64), MATRIX, "int4")
     codes, scale = torch.zeros((4, 32), dtype=torch.uint8), torch.zeros((4, 1), dtype=torch.float16)
     total = torch.zeros(4, 64)
     for step in range(1, 501):
-        encode(value.clone(), codes, scale, layout, seed=noise_seed(step))
+        encode(value.clone(), codes, scale, layout, seed=make_seed(step))
         total += decode(codes, scale, layout, torch.float32)
     # an average of 2000 values with a standard deviation of at most half a step of 1/7
     assert (total / 500).mean(0).sub(value[0]).abs().max() < 5 * 0.5 / 7 / 2000**0.5
@@ -122,15 +131,15 @@ def test_four_bits_are_unbiased() -> None:
 
 def test_blocks_of_zeros_stay_zeros() -> None:
     for momentum, length in (("int8", 200), ("int4", 200), ("int8", 20), ("int4", 21)):
-        layout = layout_of((2, length), MATRIX, momentum)  # type: ignore[arg-type]
+        layout = block_rows((2, length), MATRIX, momentum)  # type: ignore[arg-type]
         codes, scale = empty_codes((2, length), momentum)
         assert (decode(codes, scale, layout, torch.float32) == 0).all()
-        encode(torch.zeros(2, length), codes.fill_(3), scale.fill_(1), layout, seed=noise_seed())
+        encode(torch.zeros(2, length), codes.fill_(3), scale.fill_(1), layout, seed=make_seed())
         assert (decode(codes, scale, layout, torch.float32) == 0).all()
 
 
 def test_noise_is_uniform_and_belongs_to_its_element() -> None:
-    whole = random_16(noise_seed(3, 1), 0, (1000, 1000))
+    whole = random_uint16(make_seed(3, 1), 0, (1000, 1000))
     assert whole.min() >= 0
     assert whole.max() <= 65535
     assert whole.double().mean() == pytest.approx(32767.5, abs=5 * 18919 / 1000)
@@ -140,28 +149,28 @@ def test_noise_is_uniform_and_belongs_to_its_element() -> None:
         flat = whole.flatten().double()
         pairs = torch.stack((flat[:-lag], flat[lag:]))
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
-    assert torch.equal(random_16(noise_seed(3, 1), 5000, (3, 1000)), whole[5:8])
-    for other in (noise_seed(4, 1), noise_seed(3, 2), noise_seed(3, 1, 1)):
-        pairs = torch.stack((whole.flatten().double(), random_16(other, 0, (1000, 1000)).flatten().double()))
+    assert torch.equal(random_uint16(make_seed(3, 1), 5000, (3, 1000)), whole[5:8])
+    for other in (make_seed(4, 1), make_seed(3, 2), make_seed(3, 1, 1)):
+        pairs = torch.stack((whole.flatten().double(), random_uint16(other, 0, (1000, 1000)).flatten().double()))
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
 
 
 def test_noise_of_a_part_is_a_part_of_the_noise() -> None:
-    whole = random_16(noise_seed(), 0, (6, 7, 8, 9))
+    whole = random_uint16(make_seed(), 0, (6, 7, 8, 9))
     strides = whole.stride()
     for start, size in (((0, 0, 0, 0), (6, 7, 8, 9)), ((2, 0, 3, 0), (2, 7, 5, 9)), ((1, 6, 0, 4), (5, 1, 8, 2))):
         first = sum(a * b for a, b in zip(start, strides, strict=True))
         part = whole[tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))]
-        assert torch.equal(random_16(noise_seed(), first, size, strides), part)
-    assert random_16(noise_seed(), 0, (0, 7), (7, 1)).shape == (0, 7)
-    far = random_16(noise_seed(), 0, (3, 2), (2**32 + 1, 1))
-    assert torch.equal(far[:, 0], random_16(noise_seed(), 0, (3,)))
+        assert torch.equal(random_uint16(make_seed(), first, size, strides), part)
+    assert random_uint16(make_seed(), 0, (0, 7), (7, 1)).shape == (0, 7)
+    far = random_uint16(make_seed(), 0, (3, 2), (2**32 + 1, 1))
+    assert torch.equal(far[:, 0], random_uint16(make_seed(), 0, (3,)))
 
 
 def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
-    far = random_16(noise_seed(), 2**32 - 2, (4,))
-    assert torch.equal(far[2:], random_16(noise_seed(), 0, (2,)))
-    assert torch.equal(random_16(noise_seed(), 2**31 - 2, (4,))[2:], random_16(noise_seed(), 2**31, (2,)))
+    far = random_uint16(make_seed(), 2**32 - 2, (4,))
+    assert torch.equal(far[2:], random_uint16(make_seed(), 0, (2,)))
+    assert torch.equal(random_uint16(make_seed(), 2**31 - 2, (4,))[2:], random_uint16(make_seed(), 2**31, (2,)))
 
 
 # --- weights
@@ -170,13 +179,13 @@ def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
 def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds() -> None:
     exact = torch.tensor([1.0, -2.5, 0.0, -0.0, float("inf"), 3e38, 1e-38])
     param = torch.zeros(7, dtype=torch.bfloat16)
-    write(exact.bfloat16().float(), param, None, seed=noise_seed())
+    write_weight(exact.bfloat16().float(), param, None, seed=make_seed())
     assert torch.equal(param, exact.bfloat16())
     value = torch.tensor([1.001, -3.3, 1e-3, 7e-20])
     total, steps = torch.zeros(4, dtype=torch.float64), 1000
     param = torch.zeros(4, dtype=torch.bfloat16)
     for step in range(steps):
-        write(value.clone(), param, None, seed=noise_seed(step))
+        write_weight(value.clone(), param, None, seed=make_seed(step))
         assert ((param.float() - value).abs() <= value.abs() * 2**-7).all()
         total += param.double()
     assert (total / steps - value).abs().div(value.abs()).max() < 5 * 2**-8 / steps**0.5
@@ -187,12 +196,12 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds() -> None:
 def test_compensated_weights_have_24_bits(number: float) -> None:
     value = torch.tensor([number])
     param, low = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int8)
-    write(value.clone(), param, low)
+    write_weight(value.clone(), param, low)
     if param.isinf():  # rounded beyond the largest bf16
         return
     assert float(param) == pytest.approx(number, rel=2**-8, abs=1e-38)
     # half a step of 24 bits; if the remainder is just under half a bf16 step, one 24-bit step
-    assert float(read(param, low, torch.float32)) == pytest.approx(number, rel=2**-15, abs=1e-38)
+    assert float(read_weight(param, low, torch.float32)) == pytest.approx(number, rel=2**-15, abs=1e-38)
 
 
 @pytest.mark.parametrize("shape", [(40, 33), (50,), (40, 8)])
@@ -204,7 +213,9 @@ def test_small_steps_are_lost_to_the_nearest_and_kept_otherwise(shape: tuple[int
         param = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
         optimizer = CAME([param], lr=1e-4, betas=CONFIDENT, debias=True, rounding=rounding)  # type: ignore[arg-type]
         run(optimizer, param, grads)
-        moved[rounding] = float(1 - read(param.detach(), optimizer.state[param].get("low"), torch.float32).mean())
+        moved[rounding] = float(
+            1 - read_weight(param.detach(), optimizer.state[param].get("low"), torch.float32).mean()
+        )
     full = nn.Parameter(torch.ones(shape))
     run(CAME([full], lr=1e-4, betas=CONFIDENT, debias=True), full, [g.bfloat16() for g in grads])
     wanted = float(1 - full.detach().mean())
@@ -250,7 +261,7 @@ def test_tiles_do_not_change_codes_and_noise(
         options = {"lr": 1e-2, "debias": True, "weight_decay": 0.1, "foreach": False}
         optimizer = CAME([param], momentum=momentum, rounding=rounding, **options)
         run(optimizer, param, gradients(shape, 4))
-        results.append(read(param.detach(), optimizer.state[param].get("low"), torch.float32))
+        results.append(read_weight(param.detach(), optimizer.state[param].get("low"), torch.float32))
     same = (results[0] - results[1]).abs() <= 1e-6
     assert same.float().mean() > 0.98
     torch.testing.assert_close(results[0], results[1], rtol=2**-6, atol=2e-3)

@@ -219,7 +219,7 @@ def gradients_placed_otherwise() -> None:
             assert_close(param, whole_param, 1e-6, "param")
     param = nn.Parameter(torch.ones(20, 30))
     param.grad = partial
-    with pytest.raises(UserError, match="the gradient of weight must lie on the device mesh"):
+    with pytest.raises(UserError, match="the gradient of weight and the parameter must be on the same device mesh"):
         CAME([("weight", param)], lr=2e-4).step()
 
 

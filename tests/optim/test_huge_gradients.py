@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import NonFiniteError
-from scantling.optim import _grouped, _native
+from scantling.optim import _cpu, _triton
 from scantling.optim.registry import build_optimizer
 
 SHAPES = [(64, 48), (3, 20, 130), (40, 8), (50,)]
@@ -28,15 +28,15 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(params=DRIVERS)
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "native" and _native._library() is None:
+    if request.param == "native" and _cpu._library() is None:
         pytest.skip("no C compiler here")
     if request.param == "kernels":
         pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
         if torch.cuda.is_available():
             pytest.skip("the kernels are interpreted where there is no GPU")
-        monkeypatch.setattr(_grouped, "DEVICES", ("cpu",))
-        monkeypatch.setattr(_native, "can_step", lambda job: False)
-        _grouped._tables_of.cache_clear()
+        monkeypatch.setattr(_triton, "DEVICES", ("cpu",))
+        monkeypatch.setattr(_cpu, "can_step", lambda step: False)
+        _triton._cached_tables.cache_clear()
     return str(request.param)
 
 

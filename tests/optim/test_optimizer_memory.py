@@ -23,8 +23,8 @@ from scantling.optim import (
     predicted_temporary_bytes,
     state_bytes,
 )
+from scantling.optim._cpu import scratch_bytes
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE
-from scantling.optim._native import scratch_bytes
 from scantling.optim.memory import ScratchMeter
 
 
@@ -96,7 +96,9 @@ def test_predicted_scratch_is_what_a_step_allocates(name: str, foreach: bool, dt
     predicted = predicted_temporary_bytes(name, param_groups(net, weight_decay=0.1), foreach=foreach)
     in_c = 0  # memory that tensor meters do not see
     if name == "came" and not foreach:
-        in_c = scratch_bytes([optimizer.job(group, p, 0) for group in optimizer.param_groups for p in group["params"]])
+        in_c = scratch_bytes(
+            [optimizer.param_step(group, p, 0) for group in optimizer.param_groups for p in group["params"]]
+        )
     scalars = 64  # clip factors and the like
     if name != "rprop":  # estimated for rprop, because 0-D parameters prevent a step on the meta device
         assert predicted == pytest.approx(max(in_c, meter.peak), abs=scalars)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
-from scantling.optim import CAME, _release, release_gradients
+from scantling.optim import CAME, release, release_gradients
 
 
 class Tied(nn.Module):
@@ -223,7 +223,7 @@ def test_a_clip_that_comes_too_late_is_refused() -> None:
 
 
 def test_clips_are_those_of_before_after_the_last_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_release, "_CLIP_GUARD", _release._ClipGuard())  # handles of other tests still exist
+    monkeypatch.setattr(release, "_CLIP_GUARD", release._ClipGuard())  # handles of other tests still exist
 
     def clips() -> tuple[object, ...]:
         return nn.utils.clip_grads_with_norm_, nn.utils.clip_grad._clip_grads_with_norm_

@@ -33,22 +33,22 @@ def obq(weight: torch.Tensor, hessian: torch.Tensor, quantizer: Quantizer, dampi
 
 @pytest.mark.parametrize("block", [1, 5, 128])
 @pytest.mark.parametrize("given", ["int2", "int3", "int8", "fp4_e2m1", {"format": "int4", "granularity": "tensor"}])
-def test_it_is_the_update_of_the_paper(given: str, block: int) -> None:
+def test_gptq_matches_obq(given: str, block: int) -> None:
     torch.manual_seed(0)
     weight, hessian = problem()
-    quantizer = Quantizer.of(given, "channel")
+    quantizer = Quantizer.from_spec(given, "channel")
     found = gptq(weight, hessian, quantizer, block=block).decode()
     torch.testing.assert_close(found, obq(weight, hessian, quantizer, 0.01), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("given", ["int4", {"format": "int4", "group_size": 4}])
-def test_the_order_of_the_largest_inputs(given: str) -> None:
+def test_gptq_act_order_matches_sorted_columns(given: str) -> None:
     torch.manual_seed(0)
     weight, hessian = problem()
-    quantizer = Quantizer.of(given, "channel")
+    quantizer = Quantizer.from_spec(given, "channel")
     order = hessian.diagonal().argsort(descending=True)
     found = gptq(weight, hessian, quantizer, act_order=True).decode()
-    by_tensor = Quantizer.of("int4")
+    by_tensor = Quantizer.from_spec("int4")
     turned = obq(weight[:, order], hessian[order][:, order], by_tensor, 0.01)[:, order.argsort()]
     assert torch.equal(
         gptq(weight, hessian, by_tensor, act_order=True).decode().round(decimals=9), turned.round(decimals=9)
@@ -59,10 +59,10 @@ def test_the_order_of_the_largest_inputs(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["int4", "fp6_e3m2", {"format": "int3", "group_size": 5}, "mxfp4_e2m1", "nvfp4"])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_inputs_of_their_own_round_to_the_nearest(given: str, act_order: bool) -> None:
+def test_gptq_rounds_independent_inputs_to_nearest(given: str, act_order: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(6, 40)
-    quantizer = Quantizer.of(given, "channel")
+    quantizer = Quantizer.from_spec(given, "channel")
     for hessian in (torch.eye(40), torch.diag(torch.rand(40)), torch.zeros(40, 40)):
         found = gptq(weight, hessian, quantizer, act_order=act_order)
         assert torch.equal(found.decode(), quantizer.encode(weight).decode())
@@ -71,19 +71,19 @@ def test_inputs_of_their_own_round_to_the_nearest(given: str, act_order: bool) -
 @pytest.mark.parametrize(
     "given", ["int3", "int4", {"format": "int3", "group_size": 8}, "fp4_e2m1", "mxfp4_e2m1", "nvfp4"]
 )
-def test_outputs_are_nearer_than_those_of_the_nearest(given: str) -> None:
+def test_gptq_output_error_is_below_rtn(given: str) -> None:
     torch.manual_seed(0)
-    quantizer = Quantizer.of(given, "channel")
+    quantizer = Quantizer.from_spec(given, "channel")
     for _ in range(3):
         weight, hessian = problem(32, 64)
         found = gptq(weight, hessian, quantizer).decode()
         assert output_error(weight, found, hessian) < 0.8 * output_error(weight, quantizer(weight), hessian)
 
 
-def test_scales_of_groups_are_those_of_weights_that_make_up_for_errors() -> None:
+def test_gptq_group_scales_include_compensation() -> None:
     torch.manual_seed(0)
     weight, hessian = problem(8, 24)
-    quantizer = Quantizer.of({"format": "int3", "group_size": 8})
+    quantizer = Quantizer.from_spec({"format": "int3", "group_size": 8})
     found = gptq(weight, hessian, quantizer, block=3)
     still = quantizer.encode(weight).scale
     assert torch.equal(found.scale[:, 0], still[:, 0])
@@ -99,23 +99,23 @@ def test_scales_of_groups_are_those_of_weights_that_make_up_for_errors() -> None
     torch.testing.assert_close(found.scale[:, 1, 0], by_hand[:, 8:16].abs().amax(1) / 3)
 
 
-def test_inputs_that_are_always_zero_are_rounded_to_the_nearest() -> None:
+def test_gptq_rounds_dead_inputs_to_nearest() -> None:
     torch.manual_seed(0)
     weight, hessian = problem()
     hessian[4], hessian[:, 4] = 0.0, 0.0
-    quantizer = Quantizer.of("int4", "channel")
+    quantizer = Quantizer.from_spec("int4", "channel")
     for damping in (0.01, 0.0):
         found = gptq(weight, hessian, quantizer, damping=damping).decode()
         assert torch.equal(found[:, 4], quantizer(weight)[:, 4])
 
 
-def test_the_weight_and_the_hessian_are_left_as_they_are() -> None:
+def test_gptq_does_not_modify_its_arguments() -> None:
     weight, hessian = problem()
     # (in, out) as in Conv1D: a view is easy to get wrong
     for given in (weight.float(), weight.float().t().contiguous().t()):
         before, kept = given.clone(), hessian.clone()
         for act_order in (False, True):
-            gptq(given, hessian, Quantizer.of("int3", "channel"), act_order=act_order)
+            gptq(given, hessian, Quantizer.from_spec("int3", "channel"), act_order=act_order)
         assert torch.equal(given, before)
         assert torch.equal(hessian, kept)
 
@@ -128,8 +128,8 @@ def test_the_weight_and_the_hessian_are_left_as_they_are() -> None:
         (1.0, 0.0, "singular with damping=0.0; raise it"),
     ],
 )
-def test_hessians_that_have_no_inverse(bad: float, damping: float, words: str) -> None:
+def test_gptq_refuses_singular_hessians(bad: float, damping: float, words: str) -> None:
     hessian = torch.ones(5, 5)
     hessian[2, 2] = bad
     with pytest.raises(UserError, match=words):
-        gptq(torch.randn(3, 5), hessian, Quantizer.of("int4", "channel"), damping=damping)
+        gptq(torch.randn(3, 5), hessian, Quantizer.from_spec("int4", "channel"), damping=damping)

@@ -26,16 +26,16 @@ from scantling.errors import RunError, UserError
 from scantling.numerics.formats import parse_format
 from scantling.precision import Quantizer, quantized_weights, save_quantized
 from scantling.precision.packed_files import read_quantized
-from scantling.precision.packing import PackedMatrix, to_patterns, values_of
+from scantling.precision.packing import PackedMatrix, format_values, to_patterns
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp5_e3m1", "fp4_e2m1", "fp3_e1m1", "fp4_e3m0"]
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, "int16", "fp16"])
-def test_every_pattern_is_a_value_of_the_format_and_back(name: str) -> None:
+def test_to_patterns_inverts_format_values(name: str) -> None:
     format = parse_format(name)
-    values = values_of(format)
+    values = format_values(format)
     assert len(values) == 2**format.bits
     numbers = values[~values.isnan()]
     assert numbers.abs().max() <= format.largest + name.startswith("int")
@@ -44,8 +44,8 @@ def test_every_pattern_is_a_value_of_the_format_and_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
-def test_patterns_of_fp8_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
-    theirs, ours = torch.arange(256, dtype=torch.uint8).view(dtype).float(), values_of(parse_format(name))
+def test_fp8_patterns_match_torch(name: str, dtype: torch.dtype) -> None:
+    theirs, ours = torch.arange(256, dtype=torch.uint8).view(dtype).float(), format_values(parse_format(name))
     assert torch.equal(ours.isnan(), ~theirs.isfinite())
     assert torch.equal(ours.nan_to_num(0.0), theirs.where(theirs.isfinite(), 0.0))
 
@@ -58,13 +58,13 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"granularity": "tensor"}, {"group_size"
     [{"format": name, **way} for name in [*INTEGERS, *FLOATS] for way in WAYS] + ["mxfp4_e2m1", "mxfp6_e3m2", "nvfp4"],
     ids=str,
 )
-def test_matrices_come_back_bit_for_bit(given: Any) -> None:
+def test_packed_matrix_roundtrip_is_bitwise(given: Any) -> None:
     torch.manual_seed(0)
-    quantizer = Quantizer.of(given, "channel")
+    quantizer = Quantizer.from_spec(given, "channel")
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(7, 37, dtype=dtype)
         encoded = quantizer.encode(x)
-        packed = PackedMatrix.of(encoded, quantizer)
+        packed = PackedMatrix.from_encoded(encoded, quantizer)
         back = packed.decode()
         assert back.dtype == dtype
         assert torch.equal(back, encoded.decode())
@@ -78,7 +78,7 @@ def test_matrices_come_back_bit_for_bit(given: Any) -> None:
     "family", ["llama", "llama-tied", "gpt2", "gpt-neox", "qwen2-moe", "mixtral", "bert", "t5", "vit"]
 )
 @pytest.mark.parametrize("format", ["int3", {"format": "int4", "group_size": 12}])
-def test_a_model_comes_back_bit_for_bit(family: str, format: Any, tmp_path: Path) -> None:
+def test_save_quantized_roundtrip_is_bitwise(family: str, format: Any, tmp_path: Path) -> None:
     model = made(family).to(torch.bfloat16 if family == "gpt2" else torch.float32)
     sc.quantize_weights(model, format, filter_fn=(lambda *_: True) if family == "llama-tied" else None)
     saved = save_quantized(model, tmp_path / "out")
@@ -88,7 +88,7 @@ def test_a_model_comes_back_bit_for_bit(family: str, format: Any, tmp_path: Path
     assert files[0].stat().st_size < saved.plain
     packed = json.loads(files[1].read_text())["tensors"]
     assert len(packed) == len(quantized_weights(model))
-    assert saved.num_numbers == sum(parameter.numel() for parameter in model.parameters())
+    assert saved.num_elements == sum(parameter.numel() for parameter in model.parameters())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -100,7 +100,7 @@ def assert_same(loaded: Any, model: Any) -> None:
     assert not loaded.training
 
 
-def test_a_model_of_cores_comes_back(tmp_path: Path) -> None:
+def test_save_quantized_roundtrip_of_tt_model(tmp_path: Path) -> None:
     model = made("llama-tied")
     sc.tensorize(model, rank=5)
     sc.quantize_weights(model, "int4", filter_fn=lambda *_: True)
@@ -112,7 +112,7 @@ def test_a_model_of_cores_comes_back(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj.cores.2" in index
 
 
-def test_equal_weights_by_other_names_are_packed_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_quantized_packs_equal_weights_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = made("vit")
     zeroed = [layer for name, layer in model.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))]
     assert len(zeroed) == 3
@@ -127,7 +127,7 @@ def test_equal_weights_by_other_names_are_packed_one_by_one(tmp_path: Path, capl
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_the_largest_numbers_of_fp16_stay_finite(tmp_path: Path) -> None:
+def test_save_quantized_keeps_fp16_finite(tmp_path: Path) -> None:
     model = made("llama").half()
     largest = torch.finfo(torch.float16).max
     with torch.no_grad():
@@ -149,7 +149,7 @@ class WritesTies(nn.Module):
         save_file({name: value.clone() for name, value in self.state_dict().items()}, folder / "model.safetensors")
 
 
-def test_both_names_of_a_tie_are_packed(tmp_path: Path) -> None:
+def test_save_quantized_packs_both_names_of_a_tie(tmp_path: Path) -> None:
     model = sc.quantize_weights(WritesTies(), "int4")
     save_quantized(model, tmp_path / "out")
     packed = json.loads((tmp_path / "out" / "quantized.json").read_text())["tensors"]
@@ -157,13 +157,13 @@ def test_both_names_of_a_tie_are_packed(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.first.weight) for value in read_quantized(tmp_path / "out").values())
 
 
-def test_a_group_size_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+def test_save_quantized_takes_numpy_group_size(tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": np.int64(8)})
     save_quantized(model, tmp_path / "out")
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_scales_of_few_values_take_a_byte(tmp_path: Path) -> None:
+def test_save_quantized_stores_few_scales_as_bytes(tmp_path: Path) -> None:
     import transformers as hf
 
     shape = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -177,7 +177,7 @@ def test_scales_of_few_values_take_a_byte(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_a_plain_folder_is_what_transformers_loads(tmp_path: Path) -> None:
+def test_save_quantized_unpacked_loads_in_transformers(tmp_path: Path) -> None:
     import transformers as hf
 
     model = sc.quantize_weights(made("llama"), "int4")
@@ -189,9 +189,9 @@ def test_a_plain_folder_is_what_transformers_loads(tmp_path: Path) -> None:
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", local_files_only=True)
 
 
-def test_what_is_not_saved(tmp_path: Path) -> None:
+def test_save_quantized_refuses_unsuitable_models(tmp_path: Path) -> None:
     model = made("llama")
-    with pytest.raises(UserError, match="no quantised weights"):
+    with pytest.raises(UserError, match="no quantized weights"):
         save_quantized(model, tmp_path / "out")
     sc.quantize_weights(model, "int4")
     (tmp_path / "full").mkdir()
@@ -202,12 +202,12 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         save_quantized(sc.quantize_weights(nn.Sequential(nn.Linear(4, 4)), "int4"), tmp_path / "out")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
-    with pytest.raises(UserError, match="was changed after it was quantised"):
+    with pytest.raises(UserError, match="has changed since it was quantized"):
         save_quantized(model, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_save_quantized_leaves_nothing_on_a_full_disk(tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), "int4")
     (tmp_path / ".out.scantling").mkdir()
     (tmp_path / ".out.scantling" / "left by one that was killed").touch()
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
+def test_save_quantized_leaves_no_folder_when_killed(tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
@@ -242,7 +242,7 @@ def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_read_quantized_refuses_damaged_folders(tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), "int4")
     save_quantized(model, tmp_path / "out")
     (tmp_path / "out" / CHECKSUMS).unlink()  # reach the checks that follow the checksums
@@ -266,9 +266,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         ({"format": "int"}, "a number format is"),
         ({"matrix": [1 << 40, 1 << 20]}, "damaged|take .* bytes"),
         ({"shape": [3]}, "damaged"),
-        ({"dtype": "nn"}, "no dtype 'nn'"),
-        ({"dtype": "float31"}, "no dtype 'float31'"),
-        ({"dtype": "int8"}, "no dtype 'int8' of weights"),
+        ({"dtype": "nn"}, "float dtype of torch; given 'nn'"),
+        ({"dtype": "float31"}, "given 'float31'"),
+        ({"dtype": "int8"}, "given 'int8'"),
         ({"group_size": 7}, "damaged"),
         ({"group_size": 0}, "damaged"),
         ({"scale_shape": [5, 5]}, "damaged"),
@@ -279,7 +279,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         index.write_text(text)
         refused(r"quantized\.json.* (is no JSON|must hold a JSON object|it is damaged)|as it is damaged or")
     index.write_text(good.replace('"format":1,', '"format":2,', 1))
-    refused("newer scantling, in format 2; upgrade")
+    refused("newer scantling wrote it, in format 2; upgrade")
     index.write_text(good)
     os.truncate(tensors, 3000)
     refused("it is damaged")
@@ -289,7 +289,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
-def test_a_neighbour_is_left_alone(tmp_path: Path) -> None:
+def test_save_quantized_keeps_neighboring_folders(tmp_path: Path) -> None:
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "mine").touch()
     save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
@@ -297,7 +297,7 @@ def test_a_neighbour_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_files_are_those_of_the_user(packed: bool, tmp_path: Path) -> None:
+def test_save_quantized_uses_the_umask(packed: bool, tmp_path: Path) -> None:
     save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out", packed=packed)
     files = [path.stat().st_mode for path in (tmp_path / "out").iterdir()]
     assert len(set(files)) == 1

@@ -19,12 +19,12 @@ def paper(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
-def test_integers_are_those_of_the_paper(bits: int) -> None:
+def test_integers_match_the_paper(bits: int) -> None:
     x = torch.randn(33, 17, dtype=torch.float64)
     torch.testing.assert_close(fake_quantize(x, f"int{bits}"), paper(x, bits), rtol=1e-12, atol=1e-12)
 
 
-def test_granularities_scale_what_they_say() -> None:
+def test_granularity_sets_what_shares_a_scale() -> None:
     x = torch.randn(6, 5, 8, dtype=torch.float64)
     by_channel = fake_quantize(x, "int4", granularity="channel", axis=1)
     by_token = fake_quantize(x, "int4", granularity="token")
@@ -39,27 +39,27 @@ def test_granularities_scale_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int8", "fp4_e2m1", "fp6_e3m2"])
-def test_clipping_for_the_least_error_is_never_worse(fmt: str) -> None:
+def test_mse_clip_is_at_most_absmax_error(fmt: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 512)
     for granularity in ("tensor", "channel", "token"):
         plain, clipped = (fake_quantize(x, fmt, granularity=granularity, clip=clip) for clip in ("absmax", "mse"))
         assert (clipped - x).square().sum() <= (plain - x).square().sum()
-    quantizer = Quantizer.of({"format": fmt, "clip": "mse"})
+    quantizer = Quantizer.from_spec({"format": fmt, "clip": "mse"})
     scales = torch.linspace(0.02, 1.0, 400) * x.abs().max() / quantizer.format.largest
     least = min((quantizer.format.round(x / s) * s - x).square().sum().item() for s in scales)
     assert (quantizer(x) - x).square().sum().item() <= 1.09 * least  # scales are 8 % apart
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_sixteen_bits_are_the_identity(dtype: torch.dtype) -> None:
+def test_16_bit_formats_are_the_identity(dtype: torch.dtype) -> None:
     x = torch.randn(64, 64).to(dtype)
     q = fake_quantize(x, "int16")
     assert q.dtype == dtype
     assert (q - x).abs().max() <= 1e-4 * x.abs().max()
 
 
-def test_odd_input_comes_back_as_it_is() -> None:
+def test_zeros_and_scalars_are_unchanged() -> None:
     for granularity in ("tensor", "channel", "token"):
         assert torch.equal(fake_quantize(torch.zeros(3, 4), "int4", granularity=granularity), torch.zeros(3, 4))
         assert fake_quantize(torch.zeros(0, 4), "int4", granularity=granularity).shape == (0, 4)
@@ -67,14 +67,14 @@ def test_odd_input_comes_back_as_it_is() -> None:
     assert fake_quantize(torch.tensor([1e-44, 0.0]), "int4").isfinite().all()
 
 
-def test_nan_and_inf_are_not_hidden() -> None:
+def test_nan_and_inf_spread_to_shared_scales() -> None:
     for bad in (float("nan"), float("inf")):
         x = torch.ones(2, 64)
         x[0, 0] = bad
         for given in ("int4", "fp8_e4m3", {"format": "int4", "clip": "mse"}):
-            assert Quantizer.of(given)(x).isnan().all()
+            assert Quantizer.from_spec(given)(x).isnan().all()
         for given in ("mxfp4_e2m1", {"format": "int4", "granularity": "token"}):
-            out = Quantizer.of(given)(x)
+            out = Quantizer.from_spec(given)(x)
             assert out[0, :32].isnan().all()
             assert out[1].isfinite().all()
 
@@ -82,7 +82,7 @@ def test_nan_and_inf_are_not_hidden() -> None:
 @pytest.mark.parametrize("loss_scale", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("fmt", ["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "nvfp4", "mxfp6_e3m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_pass_as_if_nothing_had_happened(fmt: str, loss_scale: float, dtype: torch.dtype) -> None:
+def test_gradient_is_straight_through(fmt: str, loss_scale: float, dtype: torch.dtype) -> None:
     x = torch.randn(8, 64, dtype=dtype, requires_grad=True)
     weights = torch.randn(8, 64, dtype=dtype)
     fake_quantize(x, fmt).backward(weights * loss_scale)
@@ -90,7 +90,7 @@ def test_gradients_pass_as_if_nothing_had_happened(fmt: str, loss_scale: float, 
     assert torch.equal(x.grad, weights * loss_scale)
 
 
-def test_the_gradient_reaches_clipped_values() -> None:
+def test_gradient_reaches_clipped_values() -> None:
     x = torch.cat([torch.randn(255), torch.tensor([6.0])]).requires_grad_()
     q = fake_quantize(x, "int2", clip="mse")
     assert q.detach().max() < 5.0  # values were clipped
@@ -100,9 +100,9 @@ def test_the_gradient_reaches_clipped_values() -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(1.0, 0), (100.0, 1), (40.0, 20)])
 @pytest.mark.parametrize("fmt", ["int2", "int3", "int4"])
-def test_the_clip_is_near_the_best_with_outliers_too(fmt: str, size: float, count: int) -> None:
+def test_mse_clip_is_near_optimal_with_outliers(fmt: str, size: float, count: int) -> None:
     x = torch.cat([torch.randn(20000, generator=torch.Generator().manual_seed(0)), torch.full((count,), size)])
-    quantizer = Quantizer.of(fmt)
+    quantizer = Quantizer.from_spec(fmt)
 
     def lost(end: float) -> float:
         scale = end / quantizer.format.largest
@@ -112,7 +112,7 @@ def test_the_clip_is_near_the_best_with_outliers_too(fmt: str, size: float, coun
     assert float((fake_quantize(x, fmt, clip="mse") - x).square().sum()) < 1.02 * best
 
 
-def test_stochastic_rounding_is_unbiased_and_repeats_with_the_seed() -> None:
+def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
     x = torch.rand(100_000)
     torch.manual_seed(1)
     first = fake_quantize(x, "int3", rounding="stochastic")
@@ -125,8 +125,8 @@ def test_stochastic_rounding_is_unbiased_and_repeats_with_the_seed() -> None:
     "given",
     ["int4", "fp8_e4m3", "nvfp4", {"format": "int4", "group_size": 16}, {"format": "int4", "rounding": "stochastic"}],
 )
-def test_compiled_it_computes_the_same(given: Any) -> None:
-    quantizer = Quantizer.of(given)
+def test_compiled_quantizer_matches_eager(given: Any) -> None:
+    quantizer = Quantizer.from_spec(given)
     x = torch.randn(16, 64)
     compiled = torch.compile(quantizer.__call__, fullgraph=True, backend="aot_eager")
     torch.manual_seed(3)
@@ -135,7 +135,7 @@ def test_compiled_it_computes_the_same(given: Any) -> None:
     assert torch.equal(compiled(x), expected)
 
 
-def test_compiled_it_takes_formats_by_name() -> None:
+def test_compiled_fake_quantize_takes_names() -> None:
     x = torch.randn(16, 64)
     for given, more in (
         ("int4", {"granularity": "channel"}),
@@ -150,7 +150,7 @@ def test_compiled_it_takes_formats_by_name() -> None:
         assert torch.equal(compiled(x), rounded(x))
 
 
-def test_block_formats_are_those_of_torchao() -> None:
+def test_block_formats_match_torchao() -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     x = torch.randn(64, 128) * torch.logspace(-3, 2, 128)
@@ -173,8 +173,8 @@ def test_block_formats_are_those_of_torchao() -> None:
         ({"format": "int4", "rounding": "up"}, "nearest, stochastic"),
         ({"format": "int4", "bits": 3}, "key must be one of"),
         ({"format": "nvfp4", "clip": "mse"}, "absmax"),
-        ({"format": "nvfp4", "group_size": 8}, "nvfp4 has group_size=16; given 8"),
-        ({"format": "mxfp4_e2m1", "granularity": "channel"}, "mxfp4_e2m1 has granularity='group'"),
+        ({"format": "nvfp4", "group_size": 8}, "nvfp4 fixes group_size=16; given 8"),
+        ({"format": "mxfp4_e2m1", "granularity": "channel"}, "mxfp4_e2m1 fixes granularity='group'"),
         ({"format": "int4", "group_size": True}, "given True"),
         ({"format": "int08"}, "did you mean"),
         ({"format": "int\u0664"}, "a number format is one of"),
@@ -182,27 +182,27 @@ def test_block_formats_are_those_of_torchao() -> None:
         (8, "given 8"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
+def test_from_spec_refuses_invalid_settings(given: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Quantizer.of(given)
+        Quantizer.from_spec(given)
 
 
 @pytest.mark.parametrize("axis", [2, 0.5, None])
-def test_an_axis_that_is_not_there_is_refused(axis: Any) -> None:
+def test_fake_quantize_refuses_missing_axis(axis: Any) -> None:
     with pytest.raises(UserError, match="axis must be one of the 2 dims"):
         fake_quantize(torch.randn(2, 3), "int4", granularity="channel", axis=axis)
 
 
 @pytest.mark.parametrize("given", [torch.arange(4), torch.ones(2, dtype=torch.bool), [1.0, 2.0]])
-def test_what_are_no_floats_is_refused(given: Any) -> None:
-    with pytest.raises(UserError, match="takes a tensor of 16-, 32- or 64-bit floats; given"):
+def test_fake_quantize_refuses_other_than_floats(given: Any) -> None:
+    with pytest.raises(UserError, match="needs a tensor of 16-, 32- or 64-bit floats; given"):
         fake_quantize(given, "int4")
-    with pytest.raises(UserError, match=r"Quantizer\.of\('int4'\) makes one from a name"):
+    with pytest.raises(UserError, match=r"Quantizer\.from_spec\('int4'\) takes a name"):
         Quantizer("int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["mxfp8_e4m3", "nvfp4", {"format": "int4", "group_size": np.int64(8)}, "int4"])
-def test_nothing_is_nothing(given: Any) -> None:
+def test_empty_tensors_stay_empty(given: Any) -> None:
     for shape in ((0, 32), (2, 0, 32), (4, 0)):
         x = torch.zeros(shape, requires_grad=True)
         y = fake_quantize(x, given)
@@ -211,25 +211,25 @@ def test_nothing_is_nothing(given: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-38, 1e-30, 7e-7, 1.0, 1e30])
-def test_a_format_as_wide_as_fp32_rounds_each_number_by_itself(size: float) -> None:
+def test_bf16_exponent_format_rounds_each_value_alone(size: float) -> None:
     x = size * torch.tensor([1.0, -0.7, 0.33])
     assert torch.equal(fake_quantize(x, "bf16"), x.bfloat16().float())
 
 
-def test_small_numbers_keep_their_digits_beside_the_largest() -> None:
+def test_float_formats_keep_small_values() -> None:
     x = torch.tensor([1e30, 1e-10, -2e-20, 3e-30, 4e-37, -5e-39, 1e-40, 3e-41])
     assert torch.equal(fake_quantize(x, "bf16"), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("format", ["mxint8", "bf16", "int8", "nvfp4", "mxfp8_e5m2"])
-def test_the_largest_half_precision_numbers_stay_finite(format: str) -> None:
+def test_largest_fp16_values_stay_finite(format: str) -> None:
     x = torch.tensor([-65504.0, 65504.0, 3.0], dtype=torch.float16)
     assert torch.isfinite(fake_quantize(x, format)).all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
-def test_floats_of_16_bits_round_as_their_dtypes_do(name: str, dtype: torch.dtype, granularity: Any) -> None:
+def test_16_bit_floats_round_like_their_dtypes(name: str, dtype: torch.dtype, granularity: Any) -> None:
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 4, 64)
     expected = x.to(dtype).float()
     assert torch.equal(fake_quantize(x, name, granularity=granularity), expected)
@@ -237,14 +237,14 @@ def test_floats_of_16_bits_round_as_their_dtypes_do(name: str, dtype: torch.dtyp
     assert not torch.isfinite(fake_quantize(torch.tensor([1.0, torch.inf]), name)).any()
 
 
-@pytest.mark.parametrize("given", [{"format": "int4"}, Quantizer.of("int4")])
-def test_settings_beside_a_whole_quantizer_are_refused(given: Any) -> None:
-    with pytest.raises(UserError, match="granularity, rounding come with the format by name"):
+@pytest.mark.parametrize("given", [{"format": "int4"}, Quantizer.from_spec("int4")])
+def test_fake_quantize_refuses_settings_next_to_a_quantizer(given: Any) -> None:
+    with pytest.raises(UserError, match="granularity, rounding can only be given with a format by name"):
         fake_quantize(torch.randn(4, 4), given, granularity="token", rounding="stochastic")
     assert torch.isfinite(fake_quantize(torch.randn(4, 4), given, granularity="tensor")).all()
 
 
-def test_scales_beneath_the_smallest_are_the_smallest() -> None:
+def test_tiny_scales_are_clamped_to_normal_numbers() -> None:
     """In nvfp4, a group that is tiny relative to its tensor gets the smallest scale, at any magnitude of the tensor."""
     for size in (1e-6, 1.0, 1e6):
         x = size * torch.cat([torch.ones(16), torch.full((16,), 1e-7), torch.full((16,), 2e-5)])
@@ -253,7 +253,7 @@ def test_scales_beneath_the_smallest_are_the_smallest() -> None:
         torch.testing.assert_close(found[32:], x[32:], rtol=0.2, atol=0.0)
 
 
-def test_it_goes_through_torch_func_and_takes_additions_in_place() -> None:
+def test_fake_quantize_under_torch_func_and_in_place_addition() -> None:
     x = torch.randn(3, 8)
     for given in ("int4", "mxfp4_e2m1"):
         alone = torch.func.vmap(torch.func.grad(lambda row, given=given: fake_quantize(row, given).square().sum()))(x)
@@ -264,9 +264,13 @@ def test_it_goes_through_torch_func_and_takes_additions_in_place() -> None:
     assert (leaf.grad == 2.0).all()
 
 
-def test_it_says_what_it_is() -> None:
+def test_quantizer_str_and_bits() -> None:
     given = {"format": "int4", "group_size": 32, "clip": "mse", "rounding": "stochastic"}
-    assert str(Quantizer.of(given)) == "int4 by group of 32, stochastic, mse"
-    assert str(Quantizer.of("mxfp4_e2m1")) == "fp4_e2m1 by group of 32, power2 scales"
-    assert Quantizer.of("int4").format == IntFormat(4)
-    assert (Quantizer.of("int4").bits, Quantizer.of("nvfp4").bits, Quantizer.of("mxfp4_e2m1").bits) == (4, 4.5, 4.25)
+    assert str(Quantizer.from_spec(given)) == "int4 by group of 32, stochastic, mse"
+    assert str(Quantizer.from_spec("mxfp4_e2m1")) == "fp4_e2m1 by group of 32, power2 scales"
+    assert Quantizer.from_spec("int4").format == IntFormat(4)
+    assert (
+        Quantizer.from_spec("int4").bits,
+        Quantizer.from_spec("nvfp4").bits,
+        Quantizer.from_spec("mxfp4_e2m1").bits,
+    ) == (4, 4.5, 4.25)

@@ -62,11 +62,11 @@ def formats_of_shards() -> None:
 
 
 @pytest.mark.dist
-def test_shards_are_rounded_as_the_whole() -> None:
+def test_sharded_weights_round_like_unsharded() -> None:
     processes.run(2, formats_of_shards)
 
 
 @pytest.mark.dist
-def test_sharded_it_trains_as_on_one_process() -> None:
+def test_sharded_training_matches_one_process() -> None:
     torch.set_num_threads(1)
     processes.run(2, sharded, losses(sc.quantize_training(llama(), **FORMATS)))

@@ -91,7 +91,7 @@ def test_quantize_training_keeps_models_causal_and_rows_independent(family: str)
 @torch.no_grad()
 @pytest.mark.parametrize("settings", ["int4", "nvfp4", "int8 products"])
 @pytest.mark.parametrize("tt", [False, True], ids=["dense", "tt"])
-def test_generation_with_and_without_a_cache_is_the_same(settings: str, tt: bool) -> None:
+def test_generation_matches_with_and_without_cache(settings: str, tt: bool) -> None:
     model = quantized("llama", SETTINGS[settings], tt=tt)
     prompt = batch(2)["input_ids"][:, :5]
     found = [
@@ -111,7 +111,7 @@ def test_generation_with_and_without_a_cache_is_the_same(settings: str, tt: bool
 
 
 @torch.no_grad()
-def test_padding_of_other_sequences_changes_nothing() -> None:
+def test_outputs_do_not_depend_on_padding_of_others() -> None:
     model = quantized("llama", INT4)
     ids = batch(2)["input_ids"]
     mask = torch.ones_like(ids)
@@ -129,7 +129,7 @@ def test_compiled_models_stay_causal() -> None:
     check_causal(model)
 
 
-def test_gradients_of_a_batch_are_the_sum_of_those_of_its_rows() -> None:
+def test_gradient_of_a_batch_is_the_sum_over_rows() -> None:
     layer = nn.Linear(24, 16, bias=False).double()
     model = sc.quantize_training(nn.Sequential(layer), weights="int4", activations="int4", gradients="int4")
     x, up = torch.randn(4, 5, 24, dtype=torch.float64), torch.randn(4, 5, 16, dtype=torch.float64)
@@ -151,33 +151,31 @@ def test_gradients_of_a_batch_are_the_sum_of_those_of_its_rows() -> None:
         {"queries": {"format": "int4", "granularity": "tensor"}},
     ],
 )
-def test_one_scale_for_the_tensor_is_there_and_says_what_it_does(
-    given: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensor_granularity_mixes_tokens_and_warns(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     model = quantized("llama", given)
     (part,) = given
     assert f"share scales of {part} (" in caplog.text
-    assert "granularity 'token' avoids that" in caplog.text
+    assert "granularity='token' avoids that" in caplog.text
     ids = batch(4)["input_ids"]
     alone = torch.cat([model(row[None]).logits for row in ids])
     assert (model(ids).logits - alone).abs().max() > 1e-4
 
 
-def test_defaults_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_granularities_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     for settings in SETTINGS.values():
         quantized("llama", settings)
     assert "share scales" not in caplog.text
 
 
-def test_nvfp4_takes_its_fp32_scale_by_token_or_by_tensor() -> None:
+def test_nvfp4_scale_per_token_or_tensor() -> None:
     x = torch.randn(3, 40) * torch.tensor([[1.0], [1e-3], [1e3]])
-    by_token = Quantizer.of({"format": "nvfp4", "granularity": "token"})
-    assert by_token == Quantizer.of("nvfp4", "token")
+    by_token = Quantizer.from_spec({"format": "nvfp4", "granularity": "token"})
+    assert by_token == Quantizer.from_spec("nvfp4", "token")
     assert by_token.scales == "fp8_token"
-    by_tensor = Quantizer.of({"format": "nvfp4", "granularity": "tensor"}, "token")
-    assert by_tensor == Quantizer.of("nvfp4") == Quantizer.of("nvfp4", "channel")
+    by_tensor = Quantizer.from_spec({"format": "nvfp4", "granularity": "tensor"}, "token")
+    assert by_tensor == Quantizer.from_spec("nvfp4") == Quantizer.from_spec("nvfp4", "channel")
     assert torch.equal(by_token(x), torch.cat([by_tensor(row[None]) for row in x]))
     assert torch.equal(by_token(x[0]), by_tensor(x[0]))
     assert by_token(x[:0]).shape == (0, 40)
-    with pytest.raises(UserError, match="nvfp4 has granularity='group'; given 'channel'"):
-        Quantizer.of({"format": "nvfp4", "granularity": "channel"})
+    with pytest.raises(UserError, match="nvfp4 fixes granularity='group'; given 'channel'"):
+        Quantizer.from_spec({"format": "nvfp4", "granularity": "channel"})

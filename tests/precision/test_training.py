@@ -30,9 +30,9 @@ from transformers import (
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.precision import Quantizer, fake_quantize, restore
+from scantling.precision import Quantizer, fake_quantize, matmul, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
-from scantling.precision.products import check_device
+from scantling.precision.matmul import check_device
 from scantling.tensor.slicing import slice_parameter
 from tests.precision.llamas import INPUT, llama
 
@@ -43,7 +43,7 @@ def gradients(model: nn.Module, inputs: Tensor = INPUT) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_a_linear_layer_is_what_the_paper_says() -> None:
+def test_linear_matches_the_paper() -> None:
     layer = nn.Linear(24, 16).double()
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
     reference_x = x.detach().clone().requires_grad_()
@@ -69,12 +69,12 @@ def test_gradients_do_not_depend_on_the_scale_of_the_loss(fmt: str, loss_scale: 
     x = torch.randn(16, 64)
     up = torch.randn(16, 32)
     model(x).backward(up * loss_scale)
-    ideal = up.t() @ Quantizer.of(fmt, "token")(x)
+    ideal = up.t() @ Quantizer.from_spec(fmt, "token")(x)
     cosine = torch.cosine_similarity(model[0].weight.grad.flatten(), ideal.flatten(), dim=0)
     assert cosine >= 0.999
 
 
-def test_sixteen_bits_change_nothing() -> None:
+def test_16_bit_formats_change_nothing() -> None:
     model = llama()
     before = gradients(copy.deepcopy(model))
     loss = model(INPUT, labels=INPUT).loss
@@ -85,7 +85,7 @@ def test_sixteen_bits_change_nothing() -> None:
         assert torch.cosine_similarity(grad.flatten(), before[name].flatten(), dim=0) > 0.9999, name
 
 
-def test_parameters_names_ties_and_hooks_stay() -> None:
+def test_quantize_training_keeps_names_ties_and_hooks() -> None:
     model = llama()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     called = []
@@ -103,7 +103,7 @@ def test_parameters_names_ties_and_hooks_stay() -> None:
 
 
 @pytest.mark.parametrize("formats", [{"weights": "int3"}, {"kv_cache": "int4"}, {"queries": "int3"}])
-def test_restored_it_is_the_model_it_was(formats: dict[str, str]) -> None:
+def test_restore_returns_the_original_model(formats: dict[str, str]) -> None:
     model = llama()
     logits = model(INPUT).logits
     quantized = sc.quantize_training(copy.deepcopy(model), **formats)
@@ -113,13 +113,13 @@ def test_restored_it_is_the_model_it_was(formats: dict[str, str]) -> None:
     assert quantized.config._attn_implementation == "sdpa"
 
 
-def test_restored_with_rounded_weights_it_computes_what_it_did() -> None:
+def test_restore_with_rounded_weights_keeps_outputs() -> None:
     model = sc.quantize_training(llama(), weights="int3")
     logits = model(INPUT).logits
     torch.testing.assert_close(restore(model, weights="rounded")(INPUT).logits, logits)
 
 
-def test_a_filter_takes_embeddings_and_head_and_ties_stay() -> None:
+def test_filter_takes_embeddings_and_keeps_ties() -> None:
     model = llama()
     sc.quantize_training(model, weights="int4", filter_fn=lambda name, _: "embed" in name or name == "lm_head")
     assert isinstance(model.model.embed_tokens, QuantizedEmbedding)
@@ -135,17 +135,17 @@ def test_a_filter_takes_embeddings_and_head_and_ties_stay() -> None:
 
 
 @pytest.mark.parametrize("given", ["int4", {"format": "int4", "granularity": "tensor"}, "nvfp4", "mxfp8_e4m3"])
-def test_rows_of_an_embedding_are_those_of_the_rounded_table(given: Any) -> None:
+def test_embedding_looks_up_the_rounded_table(given: Any) -> None:
     model = nn.Sequential(nn.Embedding(40, 32))
     sc.quantize_training(model, weights=given, filter_fn=lambda *_: True)
     indices = torch.randint(0, 40, (3, 4))
-    assert torch.equal(model(indices), Quantizer.of(given, "channel")(model[0].weight, axis=0)[indices])
+    assert torch.equal(model(indices), Quantizer.from_spec(given, "channel")(model[0].weight, axis=0)[indices])
     model(indices).sum().backward()
     assert model[0].weight.grad.sum() == indices.numel() * 32
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_bags_are_of_rows_of_the_rounded_table(sparse: bool) -> None:
+def test_embedding_bag_uses_the_rounded_table(sparse: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.EmbeddingBag(40, 32, mode="sum", sparse=sparse, padding_idx=7))
     sc.quantize_training(model, weights="int4", filter_fn=lambda *_: True)
     assert "QuantizedEmbeddingBag(40, 32, mode='sum', padding_idx=7, weights=int4 by channel)" in repr(model)
@@ -165,7 +165,7 @@ def test_bags_are_of_rows_of_the_rounded_table(sparse: bool) -> None:
     assert type(restore(model)[1]) is nn.EmbeddingBag
 
 
-def test_rows_of_bags_are_renormed_before_they_are_rounded() -> None:
+def test_embedding_bag_renorms_before_rounding() -> None:
     bag = nn.EmbeddingBag(10, 8, mode="sum", max_norm=1.0)
     plain = copy.deepcopy(bag)
     sc.quantize_training(bag, weights="int4")
@@ -175,7 +175,7 @@ def test_rows_of_bags_are_renormed_before_they_are_rounded() -> None:
 
 
 @pytest.mark.parametrize("table", [nn.Embedding(10, 8), nn.EmbeddingBag(10, 8), sc.TTMEmbedding(10, 8, rank=2)])
-def test_a_model_that_is_a_table_is_quantised_and_one_in_a_model_is_not(table: nn.Module) -> None:
+def test_embedding_alone_is_quantized_but_not_inside_a_model(table: nn.Module) -> None:
     rows = torch.tensor([[1, 2]])
     whole = table(rows)
     sc.quantize_training(table, weights="int3")
@@ -189,7 +189,7 @@ def test_a_model_that_is_a_table_is_quantised_and_one_in_a_model_is_not(table: n
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
-def test_the_padding_row_of_an_embedding_does_not_learn(granularity: str) -> None:
+def test_embedding_padding_row_gets_no_gradient(granularity: str) -> None:
     model = nn.Sequential(nn.Embedding(40, 32, padding_idx=3))
     given = {"format": "int4", "granularity": granularity}
     sc.quantize_training(model, weights=given, filter_fn=lambda *_: True)
@@ -198,20 +198,20 @@ def test_the_padding_row_of_an_embedding_does_not_learn(granularity: str) -> Non
     assert model[0].weight.grad[5].sum() == 32
 
 
-def test_channels_of_activations_and_gradients_are_features() -> None:
+def test_activation_and_gradient_channels_are_features() -> None:
     model = nn.Sequential(nn.Linear(8, 6, bias=False))
     by_feature = {"format": "int3", "granularity": "channel"}
     sc.quantize_training(model, activations=by_feature, gradients=by_feature)
     x, up = torch.randn(2, 5, 8), torch.randn(2, 5, 6)
     x[0, :, 2], up[1, :, 3] = 100.0, 100.0
     y = model(x)
-    rounded_x, rounded_up = (Quantizer.of(by_feature)(each, axis=-1) for each in (x, up))
+    rounded_x, rounded_up = (Quantizer.from_spec(by_feature)(each, axis=-1) for each in (x, up))
     torch.testing.assert_close(y, rounded_x @ model[0].weight.t())
     y.backward(up)
     torch.testing.assert_close(model[0].weight.grad, torch.einsum("bto,bti->oi", rounded_up, rounded_x))
 
 
-def test_conv1d_is_rounded_by_output() -> None:
+def test_conv1d_is_rounded_per_output() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0))
     layer = model.transformer.h[0].mlp.c_fc
@@ -224,7 +224,7 @@ def test_conv1d_is_rounded_by_output() -> None:
     assert "int" not in repr(layer)
 
 
-def test_keys_and_values_are_rounded_and_nothing_else() -> None:
+def test_kv_cache_rounds_only_keys_and_values() -> None:
     model = llama()
     kept = []
 
@@ -251,14 +251,14 @@ def test_keys_and_values_are_rounded_and_nothing_else() -> None:
     assert model.config._attn_implementation == "spy"
 
 
-def test_two_models_with_other_formats_of_attention() -> None:
+def test_two_models_with_different_attention_formats() -> None:
     first, second = (sc.quantize_training(llama(), kv_cache=fmt) for fmt in ("int3", "int8"))
     whole = llama()(INPUT).logits
     errors = [(model(INPUT).logits - whole).abs().max() for model in (first, second)]
     assert errors[0] > 4 * errors[1] > 0
 
 
-def test_other_models_of_the_same_configuration_stay_as_they_are() -> None:
+def test_kv_cache_leaves_other_models_of_the_config_alone() -> None:
     config = llama().config
     first, second = (LlamaForCausalLM(config).eval() for _ in range(2))
     whole = second(INPUT).logits
@@ -266,17 +266,17 @@ def test_other_models_of_the_same_configuration_stay_as_they_are() -> None:
     sc.quantize_training(first, kv_cache="int2")
     assert torch.equal(second(INPUT).logits, whole)
     assert not torch.equal(first(INPUT).logits, before)
-    with pytest.raises(UserError, match="quantized already"):
+    with pytest.raises(UserError, match="already quantized"):
         sc.quantize_training(first, kv_cache="int8")
     sc.precision.restore(first)
     sc.quantize_training(first.model, kv_cache="int2")
-    with pytest.raises(UserError, match="LlamaModel takes keys, values or queries in few bits already"):
+    with pytest.raises(UserError, match="queries of this model's LlamaModel are already quantized"):
         sc.quantize_training(first, kv_cache="int8")
     sc.precision.restore(first)
     assert torch.equal(first(INPUT).logits, before)
 
 
-def test_a_model_of_a_quantized_models_configuration_is_whole() -> None:
+def test_new_model_from_a_quantized_models_config_is_unquantized() -> None:
     first = sc.quantize_training(llama(), kv_cache="int2")
     second = LlamaForCausalLM(first.config).eval()
     second.load_state_dict(first.state_dict())
@@ -291,7 +291,7 @@ def clip_model() -> CLIPModel:
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
 
 
-def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
+def test_kv_cache_rounds_each_sub_config() -> None:
     kept: list[Tensor] = []
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kw: Any) -> Any:
@@ -316,11 +316,11 @@ def test_parts_with_attentions_of_their_own_are_rounded_each() -> None:
     assert torch.equal(model.get_text_features(INPUT[:1, :5]).pooler_output, texts)
     assert torch.equal(model.get_image_features(pixels).pooler_output, images)
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
-    with pytest.raises(UserError, match="attention 'eager' belongs to each model"):
+    with pytest.raises(UserError, match="attention 'eager' has no function that can be wrapped"):
         sc.quantize_training(model, kv_cache="int4")
 
 
-def test_an_attention_that_comes_later_rounds_too() -> None:
+def test_kv_cache_rounds_attention_registered_later() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
 
@@ -331,17 +331,17 @@ def test_an_attention_that_comes_later_rounds_too() -> None:
     torch.testing.assert_close(model(INPUT).logits, rounded)
     for part in (model, model.model):
         part.set_attn_implementation("eager")
-        with pytest.raises(UserError, match="values and queries would stay whole"):
+        with pytest.raises(UserError, match="values and queries would not be quantized"):
             part(INPUT)
 
 
-def test_an_attention_that_would_round_nothing_is_refused_later_too() -> None:
+def test_kv_cache_refuses_eager_attention_set_later() -> None:
     model = llama()
     whole = model(INPUT).logits
     sc.quantize_training(model, kv_cache="int4")
     copied = copy.deepcopy(model)
     copied.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="values and queries would stay whole"):
+    with pytest.raises(UserError, match="values and queries would not be quantized"):
         copied(INPUT)
     restore(copied)
     torch.testing.assert_close(copied(INPUT).logits, whole)
@@ -401,7 +401,7 @@ def slices_its_queries() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("build", [chooses_its_keys, slices_its_queries])
-def test_models_that_go_by_the_name_of_their_attention_compute_what_they_did(
+def test_models_that_check_the_attention_name_still_work(
     build: Callable[[], PreTrainedModel],
 ) -> None:
     torch.manual_seed(0)
@@ -412,7 +412,7 @@ def test_models_that_go_by_the_name_of_their_attention_compute_what_they_did(
         torch.testing.assert_close(model(INPUT, logits_to_keep=3).logits, whole, rtol=0.0, atol=2e-3)
 
 
-def test_a_padded_encoder_of_torch_is_computed_layer_by_layer() -> None:
+def test_padded_transformer_encoder_skips_the_fast_path() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()
     sc.quantize_training(model, weights="int4", activations="int8")
@@ -425,13 +425,13 @@ def test_a_padded_encoder_of_torch_is_computed_layer_by_layer() -> None:
     assert restore(model).use_nested_tensor
 
 
-def test_tables_have_no_activations() -> None:
+def test_embeddings_ignore_activation_formats() -> None:
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
     sc.quantize_training(model, activations="int4", filter_fn=lambda *_: True)
     assert [type(layer) for layer in model] == [nn.Embedding, QuantizedLinear]
 
 
-def test_rows_share_their_gradient_by_how_often_they_were_looked_up() -> None:
+def test_embedding_scale_grad_by_freq() -> None:
     indices = torch.tensor([3, 3, 5])
     grads = []
     for given in (None, "int8"):
@@ -445,7 +445,7 @@ def test_rows_share_their_gradient_by_how_often_they_were_looked_up() -> None:
     assert torch.equal(*grads)
 
 
-def test_products_are_differentiated_once() -> None:
+def test_hardware_products_refuse_double_backward() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(8, 6)), weights="int8", activations="int8", compute="int8")
     x = torch.randn(3, 8, requires_grad=True)
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -453,22 +453,22 @@ def test_products_are_differentiated_once() -> None:
         slope.sum().backward()
 
 
-def test_formats_of_attention_that_differ_in_their_scales_alone() -> None:
+def test_kv_cache_formats_that_differ_only_in_scales() -> None:
     groups: dict[str, Any] = {"format": "fp4_e2m1", "group_size": 32}
-    alone = [Quantizer.of(given)(torch.linspace(0, 1, 32)) for given in ("mxfp4_e2m1", groups)]
+    alone = [Quantizer.from_spec(given)(torch.linspace(0, 1, 32)) for given in ("mxfp4_e2m1", groups)]
     assert not torch.equal(*alone)
     first, second = (sc.quantize_training(llama(), kv_cache=fmt)(INPUT).logits for fmt in ("mxfp4_e2m1", groups))
     assert not torch.equal(first, second)
 
 
-def test_generation_with_a_cache_of_few_bits() -> None:
+def test_generation_with_a_low_precision_cache() -> None:
     model = sc.quantize_training(llama(), weights="int8", kv_cache={"format": "int8", "granularity": "token"}).eval()
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     cached, whole = (model.generate(INPUT[:1, :5], use_cache=use, **settings) for use in (True, False))
     assert torch.equal(cached, whole)
 
 
-def test_layers_of_cores_round_their_cores_and_input() -> None:
+def test_tt_layer_rounds_cores_and_input() -> None:
     torch.manual_seed(0)
     layer = sc.TTLinear(24, 16, rank=4, in_modes=(4, 6), out_modes=(4, 4))
     model = nn.Sequential(layer)
@@ -492,7 +492,7 @@ def test_layers_of_cores_round_their_cores_and_input() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"activations": "int8", "compute": "int8"}])
-def test_a_table_of_cores_rounds_its_cores(more: dict[str, Any]) -> None:
+def test_tt_embedding_rounds_its_cores(more: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTMEmbedding(60, 24, rank=4))
     indices = torch.randint(0, 60, (3, 5))
@@ -503,7 +503,7 @@ def test_a_table_of_cores_rounds_its_cores(more: dict[str, Any]) -> None:
     torch.testing.assert_close(restore(model, weights="rounded")(indices), rounded)
 
 
-def test_an_output_layer_of_cores_rounds_its_input() -> None:
+def test_tt_head_rounds_its_input() -> None:
     torch.manual_seed(0)
     table = sc.TTMEmbedding(60, 24, rank=4)
     x = torch.randn(3, 24)
@@ -512,7 +512,7 @@ def test_an_output_layer_of_cores_rounds_its_input() -> None:
     torch.testing.assert_close(table.logits(x), expected)
 
 
-def test_layers_beside_a_quantized_one_multiply_what_they_are_given() -> None:
+def test_unquantized_sibling_of_a_quantized_tt_layer_is_exact() -> None:
     model = llama()
     sc.tensorize(model, rank=4, filter_fn=lambda name, _: "self_attn" in name)
     attention = model.model.layers[0].self_attn
@@ -526,7 +526,7 @@ def test_layers_beside_a_quantized_one_multiply_what_they_are_given() -> None:
         torch.testing.assert_close(y, getattr(attention, name)(x), msg=name)
 
 
-def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
+def test_tt_layer_multiplies_merged_blocks_in_int8() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(sc.TTLinear(48, 32, rank=4, in_modes=(6, 8), out_modes=(8, 4)))
     sc.quantize_training(model, weights="int4", activations="int6", compute="int8")
@@ -534,7 +534,7 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
     steps = model[0].plan(200).steps
     assert len(steps) == 2  # x A B, with rounded cores
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(model[0].blocks(steps), steps, strict=True))
-    by_token, by_column = Quantizer.of("int8", "token"), Quantizer.of("int8", "channel")
+    by_token, by_column = Quantizer.from_spec("int8", "token"), Quantizer.from_spec("int8", "channel")
     inner = by_token(fake_quantize(x, "int6", granularity="token")) @ by_column(a.t()).t()
     expected = by_token(inner) @ by_column(b.t()).t() + model[0].bias
     y = model(x)
@@ -553,7 +553,7 @@ def test_layers_of_cores_multiply_merged_blocks_in_int8() -> None:
         ("fp8", "fp8_e4m3", "fp8_e4m3", 0.06, 0.997),
     ],
 )
-def test_products_of_layers_of_cores_are_close_to_the_simulation(
+def test_tt_hardware_products_are_close_to_simulation(
     compute: Any, weights: str, activations: str, apart: float, cosine: float, gradients_too: bool
 ) -> None:
     """For every format, products add at most the rounding error of their widest operands."""
@@ -581,7 +581,7 @@ def test_products_of_layers_of_cores_are_close_to_the_simulation(
 @pytest.mark.parametrize(
     "weights", ["int4", "bf16", {"format": "int4", "granularity": "tensor"}, {"format": "int4", "clip": "mse"}]
 )
-def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(weights: Any) -> None:
+def test_removing_pruned_ranks_keeps_rounded_outputs(weights: Any) -> None:
     torch.manual_seed(0)
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights=weights)
@@ -605,7 +605,7 @@ def test_with_ranks_that_are_shut_removed_a_rounded_layer_computes_what_it_did(w
 
 @pytest.mark.parametrize("compute", ["int8", "fp8"])
 @pytest.mark.parametrize("gradients_too", [False, True])
-def test_products_of_merged_blocks_have_the_gradients_of_simulated_ones(compute: Any, gradients_too: bool) -> None:
+def test_tt_hardware_gradients_are_close_to_unquantized(compute: Any, gradients_too: bool) -> None:
     fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
     of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
     activations = {"format": fmt, "granularity": "token"}
@@ -613,24 +613,24 @@ def test_products_of_merged_blocks_have_the_gradients_of_simulated_ones(compute:
     model = nn.Sequential(sc.TTLinear(24, 16, rank=4, in_modes=(4, 6), out_modes=(4, 4)))
     x, up = torch.randn(50, 24), torch.randn(50, 16)
 
-    def gradients_of(layer: nn.Module) -> list[Tensor]:
+    def compute_gradients(layer: nn.Module) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
         return list(torch.autograd.grad(layer(leaf), [leaf, *layer[0].cores], up))
 
-    whole = gradients_of(model)
+    whole = compute_gradients(model)
     sc.quantize_training(model, weights=fmt, activations=activations, gradients=of_gradients, compute=compute)
-    for found, expected in zip(gradients_of(model), whole, strict=True):
+    for found, expected in zip(compute_gradients(model), whole, strict=True):
         assert 0.99 < torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) < 1.0 - 1e-7
 
 
-@pytest.mark.parametrize(("compute", "operator"), [("int8", "_int_mm"), ("fp8", "_scaled_mm")])
+@pytest.mark.parametrize(("compute", "operator"), [("int8", "int8_matmul"), ("fp8", "float8_matmul")])
 @pytest.mark.parametrize(("gradients_too", "products"), [(False, 1), (True, 3)])
-def test_products_of_the_hardware_are_its_own(
+def test_hardware_products_are_called(
     compute: Any, operator: str, gradients_too: bool, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    real = getattr(torch, operator)
-    monkeypatch.setattr(torch, operator, lambda *args, **kw: calls.append(args[0].dtype) or real(*args, **kw))
+    real = getattr(matmul, operator)
+    monkeypatch.setattr(matmul, operator, lambda *args, **kw: calls.append(args[0].dtype) or real(*args, **kw))
     fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
     model = nn.Sequential(nn.Linear(32, 16))
     settings = {"weights": fmt, "activations": fmt, "gradients": fmt if gradients_too else None}
@@ -639,7 +639,7 @@ def test_products_of_the_hardware_are_its_own(
     assert calls == [{"int8": torch.int8, "fp8": torch.float8_e4m3fn}[compute]] * products
 
 
-def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
+def test_gates_fold_into_unrounded_cores() -> None:
     layer = sc.TTLinear(24, 16, rank=4)
     sc.quantize_training(nn.Sequential(layer), weights="int3")
     layer.attach_gates(0.0)
@@ -648,7 +648,7 @@ def test_controls_are_folded_into_cores_that_were_not_rounded() -> None:
     assert all(torch.equal(core, old) for core, old in zip(layer.cores, before, strict=True))
 
 
-def test_tensorized_quantized_and_trained_with_came() -> None:
+def test_tt_model_trains_in_low_precision_with_came() -> None:
     model = sc.tensorize(llama(), rank=6, filter_fn=lambda name, _: "mlp" in name)
     sc.quantize_training(model, weights="int8", activations="int8", kv_cache="int8")
     optimizer = sc.CAME(sc.param_groups(model), lr=3e-3, debias=True, betas=(0.9, 0.95, 0.995))
@@ -669,7 +669,7 @@ def test_tensorized_quantized_and_trained_with_came() -> None:
     ("device", "rows"),
     [("cpu", (2, 9)), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) for rows in ((1,), (2, 9), (40,)))],
 )
-def test_products_of_the_hardware_are_the_simulated_ones(
+def test_hardware_products_match_simulation(
     compute: Any, gradients_too: bool, per_token: bool, device: str, rows: tuple[int, ...]
 ) -> None:
     """On a GPU, also with numbers of rows and sides that its instructions take only after padding."""
@@ -705,7 +705,7 @@ def test_products_of_the_hardware_are_the_simulated_ones(
 @pytest.mark.parametrize(
     ("given", "granularity"), [("int8", "token"), ({"format": "int8", "granularity": "tensor"}, "tensor")]
 )
-def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them(given: Any, granularity: Any) -> None:
+def test_hardware_gradients_are_rounded_after_scaling(given: Any, granularity: Any) -> None:
     torch.manual_seed(0)
     model = sc.quantize_training(
         nn.Sequential(nn.Linear(24, 12, bias=False)),
@@ -717,18 +717,18 @@ def test_gradients_of_products_are_rounded_with_the_scales_of_codes_in_them(give
     weight = model[0].weight.detach()
     x, up = torch.randn(6, 24, requires_grad=True), torch.randn(6, 12)
     model(x).backward(up)
-    of_grads, by_row, by_output = (Quantizer.of("int8", each) for each in (granularity, "token", "channel"))
+    of_grads, by_row, by_output = (Quantizer.from_spec("int8", each) for each in (granularity, "token", "channel"))
     of_x, of_weight = by_row.encode(x.detach()), by_output.encode(weight)
     torch.testing.assert_close(x.grad, of_grads(up * of_weight.scale.t()) @ of_weight.codes)
     torch.testing.assert_close(model[0].weight.grad, of_grads((up * of_x.scale).t()) @ of_x.codes)
 
 
-def test_filters_that_are_no_functions_are_refused() -> None:
+def test_quantize_training_refuses_uncallable_filters() -> None:
     with pytest.raises(UserError, match="filter_fn must be a function"):
         sc.quantize_training(nn.Sequential(nn.Linear(8, 8)), weights="int4", filter_fn="mlp")  # type: ignore[arg-type]
 
 
-def test_it_compiles_without_a_break() -> None:
+def test_quantize_training_compiles_without_graph_break() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
     sc.quantize_training(model, weights="int4", activations="int8", gradients="int8")
     x = torch.randn(5, 32)
@@ -743,7 +743,7 @@ def test_it_compiles_without_a_break() -> None:
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_copies_and_pickles() -> None:
+def test_quantized_layers_copy_and_pickle() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(16, 8)), weights="int4", activations="int8")
     x = torch.randn(3, 16)
     pickled = pickle.loads(pickle.dumps(model))  # noqa: S301
@@ -751,7 +751,7 @@ def test_copies_and_pickles() -> None:
         assert torch.equal(other(x), model(x))
 
 
-def test_attention_is_there_in_another_process(tmp_path: Path) -> None:
+def test_kv_cache_formats_survive_pickling_to_another_process(tmp_path: Path) -> None:
     model = sc.quantize_training(llama(), kv_cache={"format": "int4", "granularity": "token"})
     wanted = copy.deepcopy(model)(INPUT).logits
     torch.save([model, INPUT], tmp_path / "model.pt")
@@ -766,7 +766,7 @@ def test_attention_is_there_in_another_process(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_encoder_layers_of_torch_compute_in_eval_what_they_train() -> None:
+def test_transformer_encoder_layer_rounds_in_eval() -> None:
     """In eval mode, torch has a fast path for them, which would read the unquantized weights."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
@@ -781,9 +781,9 @@ def test_encoder_layers_of_torch_compute_in_eval_what_they_train() -> None:
     assert model.layers[0].activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
-def test_experts_that_stay_whole_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_quantize_training_warns_about_unquantized_experts(caplog: pytest.LogCaptureFixture) -> None:
     sc.quantize_training(made("mixtral"), weights="int4")
-    assert "of the numbers in matrices stay whole" in caplog.text
+    assert "of the matrix parameters stay unquantized" in caplog.text
     assert "experts.gate_up_proj" in caplog.text
     caplog.clear()
     sc.quantize_training(llama(), weights="int4")
@@ -791,7 +791,7 @@ def test_experts_that_stay_whole_are_named(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("part", ["weights", "activations", "kv_cache"])
-def test_checkpointed_layers_draw_the_same_numbers_again(part: str) -> None:
+def test_activation_checkpointing_repeats_stochastic_rounding(part: str) -> None:
     found = []
     for is_checkpointed in (False, True):
         model = llama().train()
@@ -805,14 +805,14 @@ def test_checkpointed_layers_draw_the_same_numbers_again(part: str) -> None:
         assert torch.equal(grad, found[1][name])
 
 
-def test_rounded_gradients_go_through_additions_in_place() -> None:
+def test_gradient_rounding_allows_in_place_addition() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 8))
     sc.quantize_training(model, gradients="int8")
     model(torch.randn(2, 8)).sum().backward()
     assert model[0].weight.grad is not None
 
 
-def test_bf16_under_autocast() -> None:
+def test_quantize_training_under_bf16_autocast() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(32, 16)), weights="int8", activations="int8")
     real = sc.quantize_training(restore(copy.deepcopy(model)), weights="int8", activations="int8", compute="int8")
     x = torch.randn(4, 32)
@@ -822,7 +822,7 @@ def test_bf16_under_autocast() -> None:
     torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_shows_formats() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(4, 4)), weights="int4", activations="int8", compute="int8")
     assert "weights=int4 by channel, activations=int8 by token, compute=int8" in repr(model)
     cores = sc.quantize_training(nn.Sequential(sc.TTLinear(16, 16, rank=2)), weights="int4")
@@ -836,10 +836,13 @@ def test_it_says_what_it_is() -> None:
         ({}, "give a format"),
         ({"weights": "int1"}, "2 to 16"),
         ({"kv_cache": "int8"}, "transformers"),
-        ({"weights": "int8", "compute": "int8"}, "give a format for activations"),
+        ({"weights": "int8", "compute": "int8"}, "give one for activations"),
         ({"weights": "int8", "activations": "int12", "compute": "int8"}, "int2 to int8"),
         ({"weights": "int8", "activations": "int8", "compute": "fp8"}, "fp8_e4m3"),
-        ({"weights": {"format": "int8", "group_size": 4}, "activations": "int8", "compute": "int8"}, "by tensor or by"),
+        (
+            {"weights": {"format": "int8", "group_size": 4}, "activations": "int8", "compute": "int8"},
+            "granularity tensor or channel",
+        ),
         ({"weights": "int8", "activations": "int8", "compute": "int4"}, "compute must be one of"),
         (
             {"weights": "int8", "activations": "fp8_e5m2", "gradients": "fp8_e5m2", "compute": "fp8"},
@@ -847,47 +850,47 @@ def test_it_says_what_it_is() -> None:
         ),
         (
             {"weights": "fp8_e4m3", "activations": "fp8_e5m2", "gradients": "fp8_e5m2", "compute": "fp8"},
-            "no two formats with 5 bits",
+            "two formats with 5 exponent bits",
         ),
         (
             {"weights": "int8", "activations": "int8", "gradients": {"format": "int8", "group_size": 4}}
             | {"compute": "int8"},
-            "takes gradients by tensor or by token",
+            "takes gradients with granularity tensor or token",
         ),
         ({"weights": "int8", "filter_fn": lambda *_: False}, "filter_fn takes none of the 1 layers"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(settings: dict[str, Any], says: str) -> None:
+def test_quantize_training_refuses_invalid_settings(settings: dict[str, Any], says: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(UserError, match=says):
         sc.quantize_training(model, **settings)
     assert type(model[0]) is nn.Linear
 
 
-def test_products_that_a_gpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_device_refuses_gpus_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     check_device("int8", torch.device("cuda"))
     check_device("fp8", torch.device("cpu"))
-    with pytest.raises(UserError, match="NVIDIA A100 has no fp8 products; leave out compute='fp8'"):
+    with pytest.raises(UserError, match="NVIDIA A100 has no fp8 matrix products; leave out compute='fp8'"):
         check_device("fp8", torch.device("cuda"))
 
 
-def test_a_model_is_quantized_once() -> None:
+def test_quantize_training_refuses_a_second_call() -> None:
     model = sc.quantize_training(llama(), kv_cache="int8")
-    with pytest.raises(UserError, match="quantized already"):
+    with pytest.raises(UserError, match="already quantized"):
         sc.quantize_training(model, weights="int8")
     with pytest.raises(UserError, match="no linear layers"):
         sc.quantize_training(nn.Sequential(nn.ReLU()), weights="int8")
 
 
-def test_the_output_layer_of_a_model_within_a_model_is_left_alone() -> None:
+def test_output_layer_of_an_inner_model_is_not_quantized() -> None:
     model = nn.ModuleDict({"inner": llama()})
     sc.quantize_training(model, weights="int8")
     assert type(model["inner"].lm_head) is nn.Linear
 
 
-def test_attention_without_a_name_is_refused() -> None:
+def test_kv_cache_refuses_eager_attention() -> None:
     with pytest.raises(UserError, match="set_attn_implementation"):
         sc.quantize_training(_eager(), kv_cache="int8")
 
@@ -899,18 +902,18 @@ def _eager() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
-def test_products_of_nothing(shape: tuple[int, ...]) -> None:
+def test_hardware_products_of_empty_tensors(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Linear(8, 6))
     sc.quantize_training(model, weights="int8", activations="int8", compute="int8")
     assert model(torch.zeros(shape)).shape == (*shape[:-1], 6)
 
 
-def test_weights_are_restored_in_one_of_two_ways() -> None:
+def test_restore_refuses_unknown_weights() -> None:
     model = sc.quantize_training(nn.Sequential(nn.Linear(8, 8)), weights="int4")
     with pytest.raises(UserError, match="weights must be master or rounded; given 'round'"):
         restore(model, weights="round")  # type: ignore[arg-type]
 
 
-def test_formats_of_nothing_do_nothing() -> None:
+def test_empty_formats_do_nothing() -> None:
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     assert torch.equal(LayerFormats().product(x, weight, None), x @ weight.t())

@@ -33,7 +33,7 @@ def gptq(model: Any, batch: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_every_family(family: str) -> None:
+def test_quantize_weights_of_each_family(family: str) -> None:
     batch = inputs(family)
     changes: dict[str, torch.Tensor] = {}
     before = made(family)
@@ -57,7 +57,7 @@ def test_every_family(family: str) -> None:
     assert changes["gptq"] < changes["rtn"]
 
 
-def test_channels_of_conv1d_are_its_outputs() -> None:
+def test_conv1d_channels_are_outputs() -> None:
     from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_channels_of_conv1d_are_its_outputs() -> None:
         ]
 
 
-def test_cores_are_rounded_one_by_one() -> None:
+def test_tt_cores_are_rounded_separately() -> None:
     torch.manual_seed(0)
     model = made("llama")
     sc.tensorize(model, rank=6)
@@ -94,7 +94,7 @@ def test_cores_are_rounded_one_by_one() -> None:
     assert 0.0 < (layer.dense_weight() - dense).norm() / dense.norm() < 0.6
 
 
-def test_dense_layers_beside_cores_see_what_the_cores_give() -> None:
+def test_gptq_inputs_come_from_quantized_tt_layers() -> None:
     model = made("llama")
     sc.tensorize(model, rank=6, filter_fn=lambda name, _: "q_proj" in name)
     gptq(model, inputs("llama"))
@@ -103,7 +103,7 @@ def test_dense_layers_beside_cores_see_what_the_cores_give() -> None:
     assert methods["model.layers.0.self_attn.k_proj.weight"] == "gptq"
 
 
-def test_embeddings_by_filter_and_ties_stay() -> None:
+def test_filter_takes_embeddings_and_keeps_ties() -> None:
     model = made("llama-tied")
     gptq(model, inputs("llama"), filter_fn=lambda name, layer: "embed" in name or "mlp" in name)
     weights = quantized_weights(model)
@@ -118,7 +118,7 @@ def test_embeddings_by_filter_and_ties_stay() -> None:
     assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # its rows are also looked up
 
 
-def test_a_tied_weight_quantised_by_its_other_name_is_one_weight() -> None:
+def test_tied_weight_has_one_record() -> None:
     model = made("llama-tied")
     sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "embed" in name)
     sc.quantize_weights(model, "int4", filter_fn=lambda name, _: name == "lm_head")
@@ -126,7 +126,7 @@ def test_a_tied_weight_quantised_by_its_other_name_is_one_weight() -> None:
     assert weight.packed.format == "int4"
 
 
-def test_a_pass_of_calibration_keeps_no_inputs_of_layers_it_is_done_with() -> None:
+def test_calibration_frees_inputs_of_finished_layers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -142,7 +142,7 @@ def test_a_pass_of_calibration_keeps_no_inputs_of_layers_it_is_done_with() -> No
     assert max(alive[:6]) <= 2
 
 
-def test_a_second_call_gives_other_layers_another_format() -> None:
+def test_second_call_quantizes_other_layers() -> None:
     model = made("llama")
     sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "attn" in name)
     sc.quantize_weights(model, {"format": "fp4_e2m1", "group_size": 8}, filter_fn=lambda name, _: "mlp" in name)
@@ -151,13 +151,13 @@ def test_a_second_call_gives_other_layers_another_format() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_dtype_of_the_model_stays(dtype: torch.dtype) -> None:
+def test_quantize_weights_keeps_the_dtype(dtype: torch.dtype) -> None:
     model = gptq(made("llama").to(dtype), inputs("llama"))
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert len(quantized_weights(model)) == 7
 
 
-def test_inputs_are_those_of_the_quantised_layers_before() -> None:
+def test_gptq_inputs_come_from_quantized_layers() -> None:
     torch.manual_seed(0)
     x = torch.randn(200, 12)
     model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
@@ -168,7 +168,7 @@ def test_inputs_are_those_of_the_quantised_layers_before() -> None:
     assert found == pytest.approx(output_error(second, model[2].weight.detach(), hidden.t() @ hidden / 200), rel=1e-4)
 
 
-def test_the_forms_of_batches_mean_the_same() -> None:
+def test_calibration_batch_forms_are_equivalent() -> None:
     batch = inputs("llama")
     forms: list[Any] = [batch, IDS, lambda model: model(**batch)]
     first, *others = [gptq(made("llama").train(), form) for form in forms]
@@ -180,7 +180,7 @@ def test_the_forms_of_batches_mean_the_same() -> None:
     assert errors == pytest.approx([weight.output_error for weight in quantized_weights(first).values()], rel=0.2)
 
 
-def test_blocks_and_hessians() -> None:
+def test_calibration_blocks_and_hessians() -> None:
     """Decoder layers are processed one by one, with one Hessian per tensor, and passes end at the block's end."""
     model = made("llama")
     model.model.layers.append(copy.deepcopy(model.model.layers[0]))
@@ -231,7 +231,7 @@ class Planned(nn.Module):
         ["0 2", "1 0"],
     ],
 )
-def test_each_batch_is_counted_in_full_whatever_it_calls(plans: list[str]) -> None:
+def test_calibration_counts_batches_that_skip_layers(plans: list[str]) -> None:
     torch.manual_seed(0)
     model = Planned()
     batches = [{"x": torch.randn(20, 6), "plan": plan} for plan in plans]
@@ -262,7 +262,7 @@ class ChangesInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_an_input_that_is_changed_in_place_is_another(inference: bool) -> None:
+def test_calibration_separates_inputs_changed_in_place(inference: bool) -> None:
     model, x = ChangesInPlace(), torch.randn(20, 8)
 
     def through(model: nn.Module) -> None:
@@ -275,7 +275,7 @@ def test_an_input_that_is_changed_in_place_is_another(inference: bool) -> None:
     torch.testing.assert_close(second, 4.0 * first)
 
 
-def test_experts_that_some_batches_do_not_reach(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreached_experts_are_rounded_to_nearest(caplog: pytest.LogCaptureFixture) -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -288,18 +288,18 @@ def test_experts_that_some_batches_do_not_reach(caplog: pytest.LogCaptureFixture
     for batches in ([x, -x], [-x, x]):
         sc.quantize_weights(Routed(), "int4", method="gptq", calibration=batches)
     model = Routed()
-    expected = Quantizer.of("int4", "channel")(model.experts[1].weight)
+    expected = Quantizer.from_spec("int4", "channel")(model.experts[1].weight)
     sc.quantize_weights(model, "int4", method="gptq", calibration=[-x])
-    assert "1 of 2 weights are rounded to the nearest, since the calibration calls no layer" in caplog.text
+    assert "1 of 2 weights are rounded to nearest, since no calibration input reaches" in caplog.text
     assert torch.equal(model.experts[1].weight, expected)
     found = quantized_weights(model)
     assert [weight.method for weight in found.values()] == ["gptq", "rtn"]
     assert found["experts.1.weight"].output_error is None
-    with pytest.raises(UserError, match="the batches put nothing through any of the layers"):
+    with pytest.raises(UserError, match="the batches reach none of the layers"):
         sc.quantize_weights(Routed(), "int4", method="gptq", calibration=[lambda _: None])
 
 
-def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
+def test_error_notes_weights_already_quantized() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
 
     left = 1
@@ -314,18 +314,18 @@ def test_what_fails_in_the_middle_says_how_far_it_came() -> None:
     batches = [torch.arange(8), fails]
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         sc.quantize_weights(model, "int4", method="gptq", calibration=batches, filter_fn=lambda *_: True)
-    assert caught.value.__notes__ == ["1 weights of the model were quantised before that: load it again"]
+    assert caught.value.__notes__ == ["1 weights of the model are already quantized; load the model again"]
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_little_calibration_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_calibration_tokens_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
     sc.quantize_weights(model, "int4", method="gptq", calibration=[torch.randn(5, 32)])
     (record,) = caplog.records
     assert record.message == (
-        "5 of 5 weights have more inputs than there are tokens of calibration (0.weight: 32 inputs, 5 tokens); "
+        "5 of 5 weights have more inputs than calibration tokens (0.weight: 32 inputs, 5 tokens); "
         "calibrate on more text"
     )
 
@@ -339,9 +339,9 @@ def texts() -> Iterator[torch.Tensor]:
     [
         ({"method": "gtpq"}, "did you mean 'gptq'"),
         ({"method": "gptq"}, "needs calibration"),
-        ({"method": "gptq", "calibration": []}, "no batches, as of a text that is shorter than one sequence"),
-        ({"method": "gptq", "calibration": texts()}, "a batch without tokens: its text is shorter"),
-        ({"method": "gptq", "calibration": IDS}, "an iterable of batches .* given a Tensor"),
+        ({"method": "gptq", "calibration": []}, "no batches; its text may be shorter than one sequence"),
+        ({"method": "gptq", "calibration": texts()}, "a batch of calibration has no tokens"),
+        ({"method": "gptq", "calibration": IDS}, "an iterable of batches, .* given a Tensor"),
         ({"method": "gptq", "calibration": "book.txt"}, "given a str"),
         ({"method": "gptq", "calibration": [["text"]]}, "given a list"),
         ({"method": "gptq", "calibration": [IDS], "damping": -1.0}, "damping must be at least 0"),
@@ -349,12 +349,12 @@ def texts() -> Iterator[torch.Tensor]:
         ({"filter_fn": "mlp"}, "filter_fn must be a function of a name and a module; given 'mlp'"),
     ],
 )
-def test_what_it_refuses(settings: dict[str, Any], words: str) -> None:
+def test_quantize_weights_refuses_invalid_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         sc.quantize_weights(made("llama"), "int4", **settings)
 
 
-def test_weights_that_cannot_be_quantised() -> None:
+def test_quantize_weights_refuses_unusable_weights() -> None:
     for model, words in (
         (nn.Sequential(nn.ReLU()), "no linear layers"),
         (nn.Sequential(nn.Linear(3, 3, device="meta")), "0.weight is on the meta device"),
@@ -365,16 +365,16 @@ def test_weights_that_cannot_be_quantised() -> None:
                 parameter.fill_(torch.nan)
         with pytest.raises(UserError, match=words):
             sc.quantize_weights(model, "int4")
-    quantizer = Quantizer.of({"format": "int4", "rounding": "stochastic"})
-    with pytest.raises(UserError, match="rounds to the nearest"):
+    quantizer = Quantizer.from_spec({"format": "int4", "rounding": "stochastic"})
+    with pytest.raises(UserError, match="needs rounding='nearest'"):
         sc.quantize_weights(made("llama"), quantizer, method="gptq", calibration=[IDS])
 
 
-def test_weights_that_were_changed_are_found() -> None:
+def test_quantized_weights_refuses_changed_weights() -> None:
     model = sc.quantize_weights(made("llama"), "int4")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
-    with pytest.raises(UserError, match=r"up_proj\.weight was changed after it was quantised"):
+    with pytest.raises(UserError, match=r"up_proj\.weight has changed since it was quantized"):
         quantized_weights(model)
     sc.quantize_weights(model, "int3", filter_fn=lambda name, _: "down_proj" in name)
     names = quantized_weights(model)
@@ -384,7 +384,7 @@ def test_weights_that_were_changed_are_found() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_models_trained_in_few_bits(family: str) -> None:
+def test_quantize_weights_of_low_precision_training(family: str) -> None:
     """At the training bits nothing changes; at fewer bits, layers use those and still round activations."""
     batch = inputs(family)
     model = sc.quantize_training(made(family), weights="int4", activations="int8", kv_cache="int8")
@@ -430,7 +430,7 @@ def loss(model: Any, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_gptq_loses_less_than_the_nearest(bits: int, trained: tuple[Any, ...]) -> None:
+def test_gptq_loses_less_than_rtn(bits: int, trained: tuple[Any, ...]) -> None:
     """The loss added by GPTQ is at most 0.7 of that added by rounding to nearest, summed over four kinds of scales.
 
     Over six seeds of text and model, the ratio is 0.24 to 0.53 at 3 bits and 0.27 to 0.42 at 4 bits.
@@ -450,23 +450,23 @@ def test_gptq_loses_less_than_the_nearest(bits: int, trained: tuple[Any, ...]) -
     assert lost["gptq"] < 0.7 * lost["rtn"]
 
 
-def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_quantize_weights_warns_about_unquantized_layers(caplog: pytest.LogCaptureFixture) -> None:
     sc.quantize_weights(made("llama"), "int4")
-    assert "stay whole" not in caplog.text
+    assert "stay unquantized" not in caplog.text
     sc.quantize_weights(made("mixtral"), "int4")
     assert "quantize_weights: " in caplog.text
-    assert "stay whole, those of layers that are not known: model.layers.0.mlp.gate.weight" in caplog.text
+    assert "stay unquantized, since their layers are of unknown types: model.layers.0.mlp.gate.weight" in caplog.text
 
 
 @pytest.mark.parametrize(
     "batch", [torch.full((2, 5), VOCAB), torch.randn(2, 5), {"ids": IDS}], ids=["vocabulary", "floats", "name"]
 )
-def test_a_batch_that_the_model_does_not_take_is_named(batch: Any) -> None:
+def test_calibration_names_a_batch_the_model_refuses(batch: Any) -> None:
     with pytest.raises(UserError, match="calibration: the model does not take a batch"):
         gptq(made("llama"), batch)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_precision_functions_refuse_other_than_models() -> None:
     for call in (sc.precision.restore, lambda each: sc.quantize_weights(each, "int4"), _train):
         with pytest.raises(UserError, match=r"takes a model, a torch\.nn\.Module; given 'llama'"):
             call("llama")
@@ -479,11 +479,11 @@ def _train(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mxfp4", "block format is mx and a format.*given 'mxfp4'"),
+        ("mxfp4", "block format must be nvfp4 or mx with a format.*given 'mxfp4'"),
         ("nvfp8", "did you mean 'nvfp4'"),
         ("INT4", "did you mean 'int4'"),
     ],
 )
-def test_formats_that_are_misspelt(name: str, words: str) -> None:
+def test_from_spec_suggests_format_names(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Quantizer.of(name)
+        Quantizer.from_spec(name)

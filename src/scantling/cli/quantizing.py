@@ -99,7 +99,7 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
         "bytes": {
             "written": done.saved.written,
             "as_trained": done.saved.plain,
-            "bf16": 2 * done.saved.num_numbers,
+            "bf16": 2 * done.saved.num_elements,
             "in_memory": done.memory,
         },
         "layers": {
@@ -141,7 +141,7 @@ def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
     from scantling.trainer.reporting.format import format_bytes, format_difference, format_ratio
 
     before, after = done.before["eval_loss"], done.after["eval_loss"]
-    saved, half = done.saved, 2 * done.saved.num_numbers
+    saved, half = done.saved, 2 * done.saved.num_elements
     others = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
     compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in others)
     nearest = sum(weight.method != done.method for weight in done.weights.values())

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from scantling.groups import param_groups
-from scantling.optim._codec import Momentum
-from scantling.optim._factor import Factor
-from scantling.optim._rounding import Rounding
 from scantling.optim.came import CAME
+from scantling.optim.codecs import Momentum, Rounding
 from scantling.optim.registry import build_optimizer
+from scantling.optim.state import Factor
 
 
 class CAMEFactory:

@@ -1,8 +1,8 @@
-"""Quantisation after training, by a power of the bits: Ouyang et al. (arXiv 2411.17691).
+"""Quantization after training with a power law in the bits: Ouyang et al. (arXiv 2411.17691).
 
     L = [(N_c / N)^(a / b) + D_c / D]^b + k D^gamma_D / (N^gamma_N P^gamma_post)
 
-for GPTQ of Pythia, where Kumar et al. have an exponential of the bits. The base is Kaplan's form: here A = N_c^(a / b),
+fitted to GPTQ of Pythia; Kumar et al. have an exponential in the bits. The base is Kaplan's form: A = N_c^(a / b),
 alpha = a / b, B = D_c, beta = 1, power = b, E = 0.
 """
 
@@ -17,21 +17,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scantling.errors import UserError
-from scantling.laws.critical import critical_tokens
-from scantling.laws.law import Law, Published, Values, scaled
+from scantling.laws.inputs import Values
+from scantling.laws.law import Law, Published, scale_amplitude
+from scantling.laws.optimum import critical_tokens
 
 _ALPHA, _POWER = 0.045 / 0.399, 0.399
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingLaw(Law):
-    """The loss after quantisation of the weights, a power law in their bits. Published set: ouyang.
+    """The loss after quantization of the weights, a power law in their bits. Published set: ouyang.
 
     Attributes:
-        k: of the degradation, nats × parameters^gamma_N × bits^gamma_post / tokens^gamma_D.
-        gamma_D: its exponent of tokens.
-        gamma_N: its exponent of parameters.
-        gamma_post: its exponent of bits.
+        k: amplitude of the degradation, nats × parameters^gamma_N × bits^gamma_post / tokens^gamma_D.
+        gamma_D: exponent of tokens in the degradation.
+        gamma_N: exponent of parameters in the degradation.
+        gamma_post: exponent of bits in the degradation.
     """
 
     k: float
@@ -67,23 +68,23 @@ class PostTrainingLaw(Law):
     }
 
     def loss(self, N: ArrayLike, D: ArrayLike, *, post: ArrayLike | None = None) -> Any:
-        """The loss in nats a token.
+        """Return the loss in nats per token.
 
         Args:
             N: parameters without embeddings.
             D: tokens.
-            post: bits of the weights after training; None leaves them as they are.
+            post: bits of the weights after training; None is unquantized.
 
         Returns:
             A float, or an array for arrays.
 
         Raises:
-            UserError: counts or bits that are no positive numbers.
+            UserError: counts or bits that are not positive numbers.
         """
-        return self._loss(N, D, post=post)
+        return self.checked_loss(N, D, post=post)
 
     def critical_tokens(self, N: float, *, post: float) -> float:
-        """Tokens beyond which more training makes the model worse once it is quantised; infinite where none do.
+        """Return the tokens beyond which more training raises the loss after quantization; infinite if it never does.
 
         Args:
             N: parameters without embeddings.
@@ -92,36 +93,36 @@ class PostTrainingLaw(Law):
         return critical_tokens(self, N, post=post)
 
     def in_units(self, N: float, D: float) -> Self:
-        """The same law for counts in units of N parameters and D tokens."""
-        k = scaled(self.k, self.gamma_D * np.log(D) - self.gamma_N * np.log(N))
+        """Return the same law for counts in units of N parameters and D tokens."""
+        k = scale_amplitude(self.k, self.gamma_D * np.log(D) - self.gamma_N * np.log(N))
         return super().in_units(N, D).with_constants({"k": k})
 
     def degradation(self, N: Any, D: Any, variables: Values) -> Any:
-        """The power law in the bits; 0 where they are infinite."""
+        """Return the power law in the bits; 0 for infinite bits."""
         post = variables["post"]
-        quantised = np.isfinite(np.real(post))
-        post = np.where(quantised, post, 16.0)
-        shape = self.gamma_D * np.log(D) - self.gamma_N * np.log(N) - self.gamma_post * np.log(post)
-        return np.where(quantised, self.k * np.exp(shape), 0.0)
+        is_quantized = np.isfinite(np.real(post))
+        post = np.where(is_quantized, post, 16.0)
+        exponent = self.gamma_D * np.log(D) - self.gamma_N * np.log(N) - self.gamma_post * np.log(post)
+        return np.where(is_quantized, self.k * np.exp(exponent), 0.0)
 
     @classmethod
-    def fittable(cls, runs: Values) -> list[str]:
-        """The base, and the degradation.
+    def free_constants(cls, runs: Values) -> list[str]:
+        """Return the constants of the base and of the degradation.
 
         Raises:
-            UserError: no run was quantised after training.
+            UserError: no run was quantized after training.
         """
         if not np.isfinite(np.asarray(runs["post"], float)).any():
             raise UserError(
-                "no run was quantised after training, which the ouyang law is of: give a column post, or of a table of "
-                "a sweep columns={'post': 'post.*'}, on the command line --column 'post=post.*'"
+                "no run was quantized after training, which the ouyang law predicts: give a column post or, for the "
+                "table of a sweep, columns={'post': 'post.*'}, on the command line --column 'post=post.*'"
             )
-        return [*super().fittable(runs), "k", "gamma_D", "gamma_N", "gamma_post"]
+        return [*super().free_constants(runs), "k", "gamma_D", "gamma_N", "gamma_post"]
 
     @classmethod
-    def starts(cls, runs: Values) -> list[dict[str, float]]:
-        """k so that the middle bits cost 0.1 nats."""
+    def initial_guesses(cls, runs: Values) -> list[dict[str, float]]:
+        """Return guesses with k such that the median bits cost 0.1 nats."""
         post = np.asarray(runs["post"], float)
-        middle = float(np.median(post[np.isfinite(post)])) if np.isfinite(post).any() else 4.0
+        median = float(np.median(post[np.isfinite(post)])) if np.isfinite(post).any() else 4.0
         exponents = {"gamma_D": 0.5, "gamma_N": 0.3}
-        return [{**exponents, "gamma_post": each, "k": 0.1 * middle**each} for each in (3.0, 6.0)]
+        return [{**exponents, "gamma_post": each, "k": 0.1 * median**each} for each in (3.0, 6.0)]

@@ -1,4 +1,4 @@
-"""A fitted law with its evidence: intervals, hold-out errors, and which constants the runs do not tell."""
+"""A fitted law with its evidence: intervals, hold-out errors, and constants that are not identifiable from the runs."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scantling.errors import UserError
-from scantling.laws.fitting import ENOUGH, PERFECT, WORST_CONDITION, Problem, minimise, solve
-from scantling.laws.law import Array, Law
+from scantling.laws.fitting import COARSE, ROUNDING, WORST_CONDITION, Problem, minimize, solve
+from scantling.laws.inputs import Array
 from scantling.laws.runs import Runs
+
+if TYPE_CHECKING:
+    from scantling.laws.law import Law
 
 SAMPLES, LEVEL = 1000, 0.95
 FACTOR, SHIFT = 1.5, 0.5
-"""Runs tell a constant if they exclude FACTOR times as much and as little; one with a sign, SHIFT more and less."""
+"""A constant is identifiable if the runs exclude FACTOR times its value and its value / FACTOR; an offset, ± SHIFT."""
 _CHI_SQUARE = 3.841458820694124
-_TOGETHER = 0.95
-_ALONG = 1e-6
-"""Squared share of a flat direction from which on a constant counts as moving along it."""
+"""95 % quantile of chi-square with one degree of freedom."""
+_MIN_CORRELATION = 0.95
+_MIN_SHARE = 1e-6
+"""Squared share of a flat direction from which a constant counts as part of it."""
 _FOLDS = 8
-_STAGES = 4
-"""Of the way along which a profile is followed."""
-_VANISHED = 0.01
+_PROFILE_STAGES = 4
+_VANISHING_E = 0.01
+"""Share of the smallest loss below which E counts as 0."""
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """What runs of a size cost when they are predicted from those of all others.
+    """Errors of predicting the runs of each model size from all other sizes.
 
     Attributes:
-        errors: of each size that was left out, the relative errors of its runs' losses.
-        skipped: sizes that were not left out, with the reason.
+        errors: relative errors of the losses by held-out size.
+        skipped: sizes that were not held out, with the reason.
     """
 
     errors: Mapping[float, Array]
@@ -52,22 +56,23 @@ class HoldOut:
 
     def _all(self) -> Array:
         if not self.errors:
-            raise UserError("no size could be left out: " + "; ".join(f"{k:.3g}: {v}" for k, v in self.skipped.items()))
+            reasons = "; ".join(f"{size:.3g}: {reason}" for size, reason in self.skipped.items())
+            raise UserError(f"no size could be held out: {reasons}")
         return np.concatenate(list(self.errors.values()))
 
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """A law fitted to runs. Constants, `loss`, `optimum` and whatever else the law has are attributes of the fit, too.
+    """A law fitted to runs. It has all attributes of its law, such as constants, `loss` and `optimum`.
 
     Attributes:
-        law: with the fitted constants.
-        names: of the constants that were fitted, without those that follow another.
-        residuals: log of the predicted over the measured loss, one a run.
-        objective: the sum of Huber's losses.
-        delta: where Huber's loss turns straight.
-        runs: what was fitted to.
-        base: the fit of the first stage, which has lent constants; None where there was none, or a law with its own.
+        law: the law with the fitted constants.
+        names: fitted constants, without tied ones.
+        residuals: log of the predicted over the measured loss of each run.
+        objective: sum of Huber losses.
+        delta: residual at which the Huber loss turns linear.
+        runs: the fitted runs.
+        base: fit of the first stage; None without a base, or with a given law as base.
     """
 
     law: Law
@@ -79,10 +84,10 @@ class Fit:
     _problem: Problem = dataclasses.field(repr=False)
     _theta: Array = dataclasses.field(repr=False)
     base: Fit | None = dataclasses.field(default=None, repr=False)
-    _lent: tuple[str, ...] = ()
+    _from_base: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_solution(
         cls,
         problem: Problem,
         theta: Array,
@@ -90,25 +95,23 @@ class Fit:
         runs: Runs,
         *,
         base: Law | Fit | None = None,
-        lent: tuple[str, ...] = (),
+        from_base: tuple[str, ...] = (),
     ) -> Fit:
-        """The fit at the coordinates that were found, with the constants that a base has lent."""
-        based = f" on a base ({base.source})" if base is not None else ""
-        source = f"fitted to {runs.count} runs{based}"
-        law = dataclasses.replace(problem.law_at(theta), source=source, fitted=runs.ranges())
-        fitted = base if isinstance(base, Fit) else None
-        return cls(
-            law,
-            problem.names,
-            problem.residuals(theta)[0],
-            total,
-            problem.delta,
-            runs,
-            problem,
-            theta,
-            fitted,
-            lent,
-        )
+        """Return the fit at the minimum of a problem.
+
+        Args:
+            problem: the law, runs and constants.
+            theta: coordinates of the minimum.
+            total: sum of Huber losses there.
+            runs: the runs in counts of one.
+            base: law or fit of the first stage.
+            from_base: constants taken from it.
+        """
+        on_base = f" on a base ({base.source})" if base is not None else ""
+        source = f"fitted to {runs.count} runs{on_base}"
+        law = dataclasses.replace(problem.law_at(theta), source=source, fitted_ranges=runs.ranges())
+        residuals, fitted_base = problem.residuals(theta)[0], base if isinstance(base, Fit) else None
+        return cls(law, problem.names, residuals, total, problem.delta, runs, problem, theta, fitted_base, from_base)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "law":
@@ -117,50 +120,50 @@ class Fit:
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute relative error of the losses that were fitted to."""
+        """Mean absolute relative error of the fitted losses."""
         return float(np.abs(np.expm1(self.residuals)).mean())
 
     @property
     def fitted_constants(self) -> tuple[str, ...]:
-        """All constants that the runs decided, those that follow another too."""
+        """All fitted constants, with tied ones."""
         return (*self.names, *self._problem.tie)
 
     @cached_property
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """95 % intervals by 1,000 bootstraps, computed when first asked for."""
+        """95 % intervals from 1,000 bootstraps, computed at the first access."""
         return self.bootstrap()
 
     def bootstrap(
         self, samples: int = SAMPLES, *, level: float = LEVEL, seed: int = 0
     ) -> dict[str, tuple[float, float]]:
-        """Intervals of the fitted constants by refits to runs drawn with replacement.
+        """Return percentile intervals of the fitted constants from refits to runs drawn with replacement.
 
-        Constants of a base are held; their own uncertainty is not in it.
+        Constants of a base are fixed; the intervals do not contain their uncertainty.
 
         Args:
-            samples: refits.
-            level: of the intervals, which are between percentiles.
-            seed: of the draws.
+            samples: number of refits.
+            level: coverage of the intervals.
+            seed: seed of the draws.
 
         Returns:
-            The low and the high end, by constant; infinite where refits leave the range of floats.
+            The low and the high end by constant; infinite if refits leave the range of floats.
 
         Raises:
             UserError: samples below 1, or a level outside of 0 to 1.
         """
-        ends = _ends(level)
-        laws = [law.constants() for law in self.resampled(samples, seed=seed)]
-        return {name: _between([law[name] for law in laws], ends) for name in self.fitted_constants}
+        ends = _percentiles(level)
+        constants = [law.constants() for law in self.resample(samples, seed=seed)]
+        return {name: _percentile_interval([each[name] for each in constants], ends) for name in self.fitted_constants}
 
-    def resampled(self, samples: int = SAMPLES, *, seed: int = 0) -> list[Law]:
-        """Laws refitted to runs drawn with replacement; percentiles of what they say are an interval of it.
+    def resample(self, samples: int = SAMPLES, *, seed: int = 0) -> list[Law]:
+        """Return laws refitted to runs drawn with replacement; percentiles of their predictions are intervals.
 
         Args:
-            samples: refits, each from the constants of this one.
-            seed: of the draws.
+            samples: number of refits, each started from the constants of this fit.
+            seed: seed of the draws.
 
         Returns:
-            As many laws.
+            One law per sample.
 
         Raises:
             UserError: samples below 1.
@@ -169,116 +172,117 @@ class Fit:
             raise UserError(f"an interval takes 1 refit or more; given samples={samples}")
         draw = np.random.default_rng(seed)
         count = self.runs.count
-        found = []
+        laws = []
         for _ in range(samples):
             counts = np.bincount(draw.integers(count, size=count), minlength=count).astype(float)
             drawn = counts > 0
-            problem = self._problem.on(self._problem.runs.take(drawn))
-            theta, _ = minimise(problem, self._theta, counts=counts[drawn], slope=ENOUGH)
-            found.append(self._problem.law_at(theta))
-        return found
+            problem = self._problem.with_runs(self._problem.runs.select(drawn))
+            theta, _ = minimize(problem, self._theta, counts=counts[drawn], tolerance=COARSE)
+            laws.append(self._problem.law_at(theta))
+        return laws
 
     def interval(
-        self, what: Callable[[Law], float], samples: int = SAMPLES, *, level: float = LEVEL, seed: int = 0
+        self, prediction: Callable[[Law], float], samples: int = SAMPLES, *, level: float = LEVEL, seed: int = 0
     ) -> tuple[float, float]:
-        """The interval of anything that a law says, such as `lambda law: law.optimum(compute=1e21).bits`.
+        """Return the interval of a prediction of the law, such as `lambda law: law.optimum(compute=1e21).bits`.
 
         Args:
-            what: of a law.
-            samples: refits.
-            level: of the interval.
-            seed: of the draws.
+            prediction: function of a law.
+            samples: number of refits.
+            level: coverage of the interval.
+            seed: seed of the draws.
 
         Returns:
-            The low and the high end, in the unit of `what`.
+            The low and the high end, in the unit of `prediction`.
 
         Raises:
             UserError: samples below 1, or a level outside of 0 to 1.
         """
-        ends = _ends(level)
-        return _between([what(law) for law in self.resampled(samples, seed=seed)], ends)
+        ends = _percentiles(level)
+        return _percentile_interval([prediction(law) for law in self.resample(samples, seed=seed)], ends)
 
     @cached_property
     def condition_number(self) -> float:
-        """Of the Gauss-Newton Hessian at the fit, by logarithms of the constants, in the middle of the runs."""
+        """Condition number of the Gauss-Newton Hessian by the log constants, in the middle of the runs."""
         jacobian = self._problem.residuals(self._theta)[1]
         return float(np.linalg.cond(jacobian) ** 2)
 
     def profile(self, name: str, steps: Array | None = None) -> tuple[Array, Array]:
-        """The profile likelihood of a constant: how much worse the fit is with it moved, all others fitted anew.
+        """Return the profile likelihood: deviances of refits with one constant moved.
 
         Args:
-            name: of a fitted constant. A, B and such are those of the middle of the runs, where N and D are 1.
-            steps: by how much the logarithm of the constant is moved, or the constant itself if it may be negative.
+            name: fitted constant. Amplitudes such as A and B are those in the middle of the runs, where N and D are 1.
+            steps: changes of the logarithm of the constant, or of the constant itself if it may be negative.
 
         Returns:
-            The constant and its deviance at each step; below 3.84 is inside the 95 % interval.
+            The constant and its deviance at each step; values below 3.84 are inside the 95 % interval.
 
         Raises:
-            UserError: a constant that was not fitted.
+            UserError: the constant was not fitted.
         """
         if name not in self.names:
             raise UserError(f"'{name}' was not fitted; these were: {', '.join(self.names)}")
-        place = self.names.index(name)
+        i = self.names.index(name)
         steps = np.linspace(-FACTOR, FACTOR, 13) if steps is None else np.asarray(steps, float)
-        moved = self._theta[place] + steps
-        deviances = np.array([self._deviance(place, float(step)) for step in steps])
-        return (moved if self._problem.signed(place) else np.exp(moved)), deviances
+        moved = self._theta[i] + steps
+        deviances = np.array([self._deviance(i, float(step)) for step in steps])
+        return (moved if self._problem.is_signed(name) else np.exp(moved)), deviances
 
     @cached_property
     def unidentified(self) -> dict[str, str]:
-        """The constants that the runs do not tell, with the reason: of a flat direction, or by profile likelihood."""
-        found = self._flat()
-        for place, name in enumerate(self.names):
-            if name in found:
+        """Constants that are not identifiable from these runs, with the reason (flat or wide)."""
+        reasons = self._flat_directions()
+        for i, name in enumerate(self.names):
+            if name in reasons:
                 continue
-            signed = self._problem.signed(place)
-            step = SHIFT if signed else np.log(FACTOR)
-            more, less = (self._deviance(place, sign * step) < _CHI_SQUARE for sign in (1, -1))
-            if more or less:
-                words = (f"{SHIFT:g} more", f"{SHIFT:g} less") if signed else (f"× {FACTOR:g}", f"÷ {FACTOR:g}")
-                also = " and ".join(word for word, open_ in zip(words, (more, less), strict=True) if open_)
-                found[name] = f"the runs fit as well with it {also}{self._partner(place)}"
+            is_signed = self._problem.is_signed(name)
+            step = SHIFT if is_signed else np.log(FACTOR)
+            is_open = [self._deviance(i, sign * step) < _CHI_SQUARE for sign in (1, -1)]
+            if any(is_open):
+                changes = (f"+ {SHIFT:g}", f"- {SHIFT:g}") if is_signed else (f"× {FACTOR:g}", f"÷ {FACTOR:g}")
+                also = " and ".join(change for change, fits in zip(changes, is_open, strict=True) if fits)
+                reasons[name] = f"the runs fit equally well with it {also}{self._correlated(i)}"
         for offset, scale in self.law.OFFSETS.items():
-            if scale in found and offset in self.names:
-                found[offset] = f"it stands beside {scale}, which the runs do not tell"
-        if "E" in self.names and _VANISHED * self.runs["loss"].min() > self.law.E:
+            if scale in reasons and offset in self.names:
+                reasons[offset] = f"it is the offset of {scale}, which is not identified"
+        if "E" in self.names and _VANISHING_E * self.runs["loss"].min() > self.law.E:
             for name in {"E", "alpha", "beta"} & set(self.names):
-                found[name] = "E has gone to 0, and the exponents stand in for it"
-        return found | {follower: found[leader] for follower, leader in self._problem.tie.items() if leader in found}
+                reasons[name] = "E went to 0, and the exponents replace it"
+        followers = self._problem.tie.items()
+        return reasons | {follower: reasons[leader] for follower, leader in followers if leader in reasons}
 
     def hold_out(self) -> HoldOut:
-        """Leave out each size of model in turn, fit to the others, and predict it.
+        """Predict the runs of each model size from a fit to all other sizes.
 
-        More than 8 sizes are put into 8 groups of neighbours. A base that was fitted is fitted anew without the size. A
-        size stays where the others do not tell a constant, such as the only one that has runs in few bits.
+        More than 8 sizes form 8 groups of neighbors. A fitted base is refitted too. A size is not held out if the other
+        sizes do not identify a constant, for example the only size with low-precision runs.
 
         Returns:
-            Relative errors of the losses by size, and the sizes that cannot be left out.
+            Relative errors of the losses by size, and the skipped sizes.
         """
         sizes = np.unique(self.runs["N"])
         errors, skipped = {}, {}
         for part in np.array_split(sizes, min(len(sizes), _FOLDS)):
             held = np.isin(self.runs["N"], part)
             size = float(np.exp(np.log(self.runs["N"][held]).mean()))
-            reason = self._cannot_do_without(part)
+            reason = self._reason_to_keep(part)
             if reason:
                 skipped[size] = reason
                 continue
-            problem, theta = self._without(part)
-            wrong = problem.on(self._problem.runs.take(held)).residuals(theta)[0]
-            errors[size] = np.expm1(wrong)
+            problem, theta = self._refit_without(part)
+            residuals = problem.with_runs(self._problem.runs.select(held)).residuals(theta)[0]
+            errors[size] = np.expm1(residuals)
         return HoldOut(errors, skipped)
 
-    def _without(self, sizes: Array) -> tuple[Problem, Array]:
-        """What is fitted to the runs of other sizes, and where its least sum lies."""
-        problem = self._problem.on(self._problem.runs.take(~np.isin(self.runs["N"], sizes)))
+    def _refit_without(self, sizes: Array) -> tuple[Problem, Array]:
+        """Refit all stages to the other sizes; return the problem and the coordinates of its minimum."""
+        problem = self._problem.with_runs(self._problem.runs.select(~np.isin(self.runs["N"], sizes)))
         if self.base is not None:
-            base, at = self.base._without(sizes)
-            constants = base.law_at(at).constants()
+            base, base_theta = self.base._refit_without(sizes)
+            constants = base.law_at(base_theta).constants()
             law = problem.law.in_units(1 / problem.size, 1 / problem.tokens)
-            law = law.with_constants({name: constants[name] for name in self._lent})
-            pinned = {name: constants[name] for name in problem.pinned if name in self._lent}
+            law = law.with_constants({name: constants[name] for name in self._from_base})
+            pinned = {name: constants[name] for name in problem.pinned if name in self._from_base}
             law, pinned = law.in_units(problem.size, problem.tokens), {**problem.pinned, **pinned}
             problem = dataclasses.replace(problem, law=law, pinned=pinned)
         return problem, solve(problem)[0]
@@ -297,91 +301,93 @@ class Fit:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return str(self)  # which does not print what is not identified
+        return str(self)  # the dataclass repr would print unidentified constants
 
-    def _flat(self) -> dict[str, str]:
-        """The constants that can move together, to first order, without any change of the losses."""
-        values, vectors = np.linalg.eigh(self._problem.curvature(self._theta, np.ones(self.runs.count)))
+    def _flat_directions(self) -> dict[str, str]:
+        """Return the constants that can move together, to first order, without any change of the losses."""
+        values, vectors = np.linalg.eigh(self._problem.hessian(self._theta))
         flat = vectors[:, values < values[-1] / WORST_CONDITION]
-        shares = np.abs(flat @ flat.T)  # of a projection, whatever the basis
-        found = {}
-        for place in np.flatnonzero(shares.diagonal() > _ALONG):
-            others = [name for name, share in zip(self.names, shares[place], strict=True) if share > _ALONG]
-            others.remove(self.names[place])
-            apart = f" apart from {' and '.join(others)}" if others else ""
-            found[self.names[place]] = f"the runs do not tell it{apart}"
-        return found
+        shares = np.abs(flat @ flat.T)  # the projection on all flat directions does not depend on their basis
+        reasons = {}
+        for i in np.flatnonzero(shares.diagonal() > _MIN_SHARE):
+            name = self.names[i]
+            others = [other for other, share in zip(self.names, shares[i], strict=True) if share > _MIN_SHARE]
+            others.remove(name)
+            pair = f"; only its combination with {' and '.join(others)} is" if others else ""
+            reasons[name] = f"it is not identifiable from these runs{pair}"
+        return reasons
 
-    def _deviance(self, place: int, step: float) -> float:
-        """Twice the rise of the sum over the scale that makes it chi-square with one degree of freedom."""
-        along = self._ridge(place)
-        _, straight = minimise(self._problem, self._theta + step * along, frozen=(place,), slope=ENOUGH)
+    def _deviance(self, i: int, step: float) -> float:
+        """Return twice the rise of the sum as constant i moves, scaled to chi-square with one degree of freedom."""
+        ridge = self._ridge(i)
+        _, straight = minimize(self._problem, self._theta + step * ridge, frozen=(i,), tolerance=COARSE)
+        # the valley may bend away from a straight line, so follow it in stages as well
         theta = self._theta
-        for _ in range(_STAGES):  # the valley bends: where the straight way has left it, one that follows has not
-            theta, followed = minimise(self._problem, theta + step / _STAGES * along, frozen=(place,), slope=ENOUGH)
-        return max(2 * (min(straight, followed) - self.objective) / self._scale, 0.0)
+        for _ in range(_PROFILE_STAGES):
+            start = theta + step / _PROFILE_STAGES * ridge
+            theta, in_stages = minimize(self._problem, start, frozen=(i,), tolerance=COARSE)
+        return max(2 * (min(straight, in_stages) - self.objective) / self._scale, 0.0)
 
-    def _ridge(self, place: int) -> Array:
-        """How the other coordinates go along, to first order, when one moves by 1."""
-        hessian = self._problem.curvature(self._theta, np.ones(self.runs.count))
-        others = [k for k in range(len(self._theta)) if k != place]
-        found = np.zeros(len(self._theta))
-        found[place] = 1.0
+    def _ridge(self, i: int) -> Array:
+        """Return the first-order change of all coordinates at their minimum as coordinate i moves by 1."""
+        hessian = self._problem.hessian(self._theta)
+        others = [k for k in range(len(self._theta)) if k != i]
+        change = np.zeros(len(self._theta))
+        change[i] = 1.0
         if others:
-            found[others] = -np.linalg.lstsq(hessian[np.ix_(others, others)], hessian[others, place], rcond=1e-12)[0]
-        return np.clip(found, -3.0, 3.0)
+            change[others] = -np.linalg.lstsq(hessian[np.ix_(others, others)], hessian[others, i], rcond=1e-12)[0]
+        return np.clip(change, -3.0, 3.0)
 
     @cached_property
     def _scale(self) -> float:
-        """E psi² / E psi' of Huber's loss, the latter over a width that holds half of the residuals."""
-        far = np.abs(self.residuals)
-        width = max(self.delta, float(np.median(far)))
-        slope = float((far <= width).mean()) * self.delta / width
-        power = float((np.minimum(far, self.delta) ** 2).mean())
-        count = len(far)
-        return max(power / slope * count / max(count - len(self.names), 1), 2 * PERFECT)
+        """E psi² / E psi' of the Huber loss, with psi' estimated over a width that contains half of the residuals."""
+        size = np.abs(self.residuals)
+        width = max(self.delta, float(np.median(size)))
+        slope = float((size <= width).mean()) * self.delta / width
+        power = float((np.minimum(size, self.delta) ** 2).mean())
+        count = len(size)
+        return max(power / slope * count / max(count - len(self.names), 1), 2 * ROUNDING)
 
-    def _partner(self, place: int) -> str:
-        """In words, the constant with which this one moves, if there is one."""
-        hessian = self._problem.curvature(self._theta, np.ones(self.runs.count))
-        covariance = np.linalg.pinv(hessian, rcond=1e-12)
-        spread = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
-        related = np.abs(covariance[place] / (spread * spread[place]))
-        related[place] = 0.0
-        other = int(related.argmax())
-        return f"; it moves with {self.names[other]}" if related[other] > _TOGETHER else ""
+    def _correlated(self, i: int) -> str:
+        """Return a text with the constant most correlated with constant i, or an empty one."""
+        covariance = np.linalg.pinv(self._problem.hessian(self._theta), rcond=1e-12)
+        deviation = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
+        correlation = np.abs(covariance[i] / (deviation * deviation[i]))
+        correlation[i] = 0.0
+        other = int(correlation.argmax())
+        return f"; it moves with {self.names[other]}" if correlation[other] > _MIN_CORRELATION else ""
 
-    def _cannot_do_without(self, sizes: Array) -> str | None:
-        """Why the runs of other sizes do not suffice."""
+    def _reason_to_keep(self, sizes: Array) -> str | None:
+        """Return the reason that the other sizes do not suffice, or None."""
         held = np.isin(self.runs["N"], sizes)
         rest = ~held
-        reason = None if self.base is None else self.base._cannot_do_without(sizes)
+        reason = None if self.base is None else self.base._reason_to_keep(sizes)
         if reason:
             return f"of the base, {reason}"
         if rest.sum() <= len(self.names):
             return f"{int(rest.sum())} runs are left for {len(self.names)} constants"
-        if {"alpha"} <= set(self.names) and len(np.unique(self.runs["N"][rest])) < 3:
-            return "fewer than three sizes are left to tell alpha, A and E from"
-        told = [self._tells(chosen) for chosen in (held, rest)]
-        if lost := [name for name, here, elsewhere in zip(self.names, *told, strict=True) if here and not elsewhere]:
-            return f"no other size tells {' and '.join(lost)}"
+        if "alpha" in self.names and len(np.unique(self.runs["N"][rest])) < 3:
+            return "fewer than three sizes are left to identify alpha, A and E"
+        matters = [self._matters(selected) for selected in (held, rest)]
+        if lost := [name for name, here, elsewhere in zip(self.names, *matters, strict=True) if here and not elsewhere]:
+            return f"no other size identifies {' and '.join(lost)}"
         return None
 
-    def _tells(self, chosen: Array) -> Array:
-        """Whether the losses of some runs depend on each constant; 16 bits count as unquantised."""
-        problem = self._problem.on(self._problem.runs.take(chosen).with_few_bits_alone())
+    def _matters(self, selected: Array) -> Array:
+        """Return for each constant whether it changes the losses of some runs; 16 bits count as unquantized."""
+        problem = self._problem.with_runs(self._problem.runs.select(selected).without_full_precision_bits())
         return np.asarray(problem.residuals(self._theta)[1].any(axis=0))
 
 
-def _ends(level: float) -> tuple[float, float]:
-    """The percentiles between which an interval of a level lies."""
+def _percentiles(level: float) -> tuple[float, float]:
+    """Return the percentiles at the ends of an interval."""
     if not 0.0 < level < 1.0:
         raise UserError(f"the level of an interval is between 0 and 1; given {level}")
     return 50 * (1 - level), 50 * (1 + level)
 
 
-def _between(values: Sequence[float], ends: tuple[float, float]) -> tuple[float, float]:
-    """The percentiles of values; where one lies next to an infinite value, the one of both that is outside of it."""
+def _percentile_interval(values: Sequence[float], ends: tuple[float, float]) -> tuple[float, float]:
+    """Return percentiles of values; between a finite and an infinite value, the outer one instead of NaN."""
     with np.errstate(invalid="ignore"):
         low, high = np.percentile(values, ends)
     if np.isnan(low):

@@ -1,4 +1,4 @@
-"""Tables of runs: read, with any names of columns, and checked before anything is fitted to them."""
+"""Read tables of runs, with any column names, and check them before a fit."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scantling.errors import UserError, did_you_mean
-from scantling.laws.efficiency import UNQUANTISED
-from scantling.laws.law import UNNAMED, Array, Law, bits_of, text_of
+from scantling.laws.inputs import EMPTY_CELLS, FULL_PRECISION, UNQUANTIZED_SCHEMES, Array, cell_text, parse_bits
+
+if TYPE_CHECKING:
+    from scantling.laws.law import Law
 
 logger = logging.getLogger(__name__)
 
-WHOLE = 16
-"""Bits from which on nothing is quantised."""
 _PARTS = ("weights", "activations", "kv_cache")
-_SECTION = "precision."
-"""Before their names in the tables that `scantling sweep` writes."""
-_MOST_NATS, _MOST_APART = 15.0, 4.0
-"""Nats a token, of chance with a million tokens; and how many times as large one loss is as another. As trained."""
-_LEAST_NATS = 1e-6
-"""Nats a token that a mean of log-probabilities near 1 in fp32 can still tell from 0."""
+_SWEEP_PREFIX = "precision."
+"""Prefix of the parts in the tables of `scantling sweep`."""
+_MAX_LOSS, _MAX_LOSS_RATIO = 15.0, 4.0
+"""Largest loss in nats per token (chance among a million tokens), and ratio of losses that gets a warning."""
+_MIN_LOSS = 1e-6
+"""Smallest loss in nats per token that a mean in fp32 can distinguish from 0."""
 _BITS = (0.1, 128.0)
-_FEWEST = {"N": 1e3, "D": 1e4}
-_GAP, _WIDE_GAP = 1e4, 500.0
-_RATIOS = (0.01, 1e7)
+_MIN_COUNTS = {"N": 1e3, "D": 1e4}
+_MAX_GAP, _WIDE_GAP = 1e4, 500.0
+"""Ratio of neighboring counts that is refused, and that gets a warning."""
+_TOKENS_PER_PARAMETER = (0.01, 1e7)
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Runs(Mapping[str, Any]):
     """Columns of equal length: N, D, loss and the variables of a law.
 
     Attributes:
-        columns: by name.
-        few: whether each run has few bits of a part of which the law has no variable.
+        columns: columns by name.
+        unmodeled: mask of runs with low precision of a part for which the law has no variable.
     """
 
     columns: Mapping[str, Array]
-    few: Array
+    unmodeled: Array
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
@@ -62,218 +63,223 @@ class Runs(Mapping[str, Any]):
 
     @property
     def count(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return len(self.columns["N"])
 
-    def take(self, chosen: Array) -> Runs:
-        """Some of the runs, by place or by mask."""
-        return Runs({name: column[chosen] for name, column in self.columns.items()}, self.few[chosen])
+    def select(self, rows: Array) -> Runs:
+        """Return some of the runs, by index or by mask."""
+        return Runs({name: column[rows] for name, column in self.columns.items()}, self.unmodeled[rows])
 
-    def whole(self) -> Runs:
-        """The runs in which nothing has few bits."""
-        chosen = ~self.few
+    def full_precision(self) -> Runs:
+        """Return the runs without low precision."""
+        rows = ~self.unmodeled
         for column in self.variables().values():
-            chosen &= column >= WHOLE if column.dtype.kind == "f" else np.isin(column, UNQUANTISED)
-        return self.take(chosen)
+            is_bits = column.dtype.kind == "f"
+            rows &= column >= FULL_PRECISION if is_bits else np.isin(column, UNQUANTIZED_SCHEMES)
+        return self.select(rows)
 
-    def with_few_bits_alone(self) -> Runs:
-        """The same, with infinite bits in place of those from 16 on."""
+    def without_full_precision_bits(self) -> Runs:
+        """Return the same runs with bits from 16 on replaced by infinity."""
         bits = {name: column for name, column in self.variables().items() if column.dtype.kind == "f"}
-        infinite = {name: np.where(column < WHOLE, column, np.inf) for name, column in bits.items()}
+        infinite = {name: np.where(column < FULL_PRECISION, column, np.inf) for name, column in bits.items()}
         return replace(self, columns={**self.columns, **infinite})
 
     def variables(self) -> dict[str, Array]:
-        """All columns but N, D and the loss."""
+        """Return all columns but N, D and the loss."""
         return {name: column for name, column in self.columns.items() if name not in ("N", "D", "loss")}
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The smallest and largest finite value of every column of numbers but the loss."""
-        found = {}
+        """Return the smallest and largest finite value of each numeric column but the loss."""
+        ranges = {}
         for name, column in self.columns.items():
             finite = column[np.isfinite(column)] if column.dtype.kind == "f" else column[:0]
             if name != "loss" and len(finite):
-                found[name] = (float(finite.min()), float(finite.max()))
-        return found
+                ranges[name] = (float(finite.min()), float(finite.max()))
+        return ranges
 
 
 def read_runs(
     runs: Any, law: type[Law], columns: Mapping[str, str] | None = None, where: Mapping[str, Any] | None = None
 ) -> Runs:
-    """The runs of a table, as a law needs them.
+    """Return the runs of a table with the columns that a law needs.
 
     Args:
-        runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping a run.
-        law: whose variables are looked for.
-        columns: what the table calls N, D, loss and the variables, where it is another name; or the other way round,
-            as data frames are renamed. C, the FLOPs of training, may stand in for D, which is then C / 6N. Post may be
-            a pattern of columns such as `post.*`, which hold losses after training by format: each run is then a row
-            as it was trained, and one for each of them. The columns precision.weights, precision.activations and
-            precision.kv_cache of a sweep need not be named.
-        where: only the runs whose columns have these values, an empty one for nulls.
+        runs: a CSV, JSON or JSON-lines file, .gz or not; a mapping of columns; a data frame; or one mapping per run.
+        law: the law, which defines the variables.
+        columns: column names of N, D, loss and the variables, if they differ; or the inverse mapping, as data frames
+            are renamed. C, training FLOPs, may replace D, which is then C / 6N. `post` may be a pattern such as
+            `post.*`: columns with losses after quantization, one per format; each run is then one row as trained, and
+            one row for each of them. The columns precision.weights, precision.activations and precision.kv_cache of a
+            sweep are found without being named.
+        where: select runs by column values; an empty value selects nulls.
 
     Raises:
-        UserError: for a table, a column or values that cannot be used.
+        UserError: for an unusable table, column or value.
     """
-    table = _table(runs)
+    table = _load_table(runs)
     wanted = ["N", "D", "loss", *law.VARIABLES]
-    renamed = _by_name(columns or {}, {*wanted, "C"})
+    renamed = _by_variable(columns or {}, {*wanted, "C"})
     if "C" in renamed and "D" in renamed:
-        raise UserError("columns names both D and C, from which D is worked out; give one of the two")
+        raise UserError("columns names both D and C, from which D follows; give one of the two")
     for name in renamed:
         if name not in (*wanted, "C"):
-            raise UserError(f"columns names '{name}', which the {law.name} law has not; it has {', '.join(wanted)}")
+            raise UserError(f"columns names '{name}', but the {law.name} law has only {', '.join(wanted)}")
+    # run numbers of the original table, for error messages
     numbers: Sequence[int] = range(1, len(next(iter(table.values()), [])) + 1)
     if "post" in wanted and "*" in renamed.get("post", ""):
-        table, numbers = _in_rows(table, renamed.pop("post"), renamed.get("loss", "loss"))
-    chosen = np.ones(len(numbers), bool)
+        table, numbers = _melt_post_columns(table, renamed.pop("post"), renamed.get("loss", "loss"))
+    selected = np.ones(len(numbers), bool)
     for column, value in (where or {}).items():
-        chosen &= np.array([_are_same(each, value) for each in _column(table, column, column)], bool)
-    if not chosen.any():
-        raise UserError(f"the table has no run{' with ' + _listed(where) if where else ''}")
-    table = {name: list(compress(column, chosen)) for name, column in table.items()}
-    numbers = list(compress(numbers, chosen))
+        selected &= np.array([_is_equal(each, value) for each in _get_column(table, column, column)], bool)
+    if not selected.any():
+        conditions = ", ".join(f"{name} {value}" for name, value in (where or {}).items())
+        raise UserError(f"the table has no run{' with ' + conditions if conditions else ''}")
+    table = {name: list(compress(column, selected)) for name, column in table.items()}
+    numbers = list(compress(numbers, selected))
     if "C" in renamed:
-        table["D"] = _tokens(table, renamed, numbers)
-        del renamed["C"]
-    found: dict[str, Array] = {}
+        table["D"] = _tokens_from_flops(table, renamed.pop("C"), renamed.get("N", "N"), numbers)
     for name in _PARTS:
-        if name in wanted and name not in {*renamed, *table} and f"{_SECTION}{name}" in table:
-            renamed[name] = f"{_SECTION}{name}"
+        if name in wanted and name not in {*renamed, *table} and f"{_SWEEP_PREFIX}{name}" in table:
+            renamed[name] = f"{_SWEEP_PREFIX}{name}"
+
+    parsed: dict[str, Array] = {}
     for name in wanted:
         column = renamed.get(name, name)
-        is_its_own = name in table and name not in renamed.values()  # and stands for nothing else
-        if name in ("N", "D", "loss", "scheme") or name in renamed or is_its_own:
-            cells = _column(table, column, name)
-            if name == "scheme":
-                texts = map(text_of, cells)
-                found[name] = np.array([UNQUANTISED[0] if text.lower() in UNNAMED else text for text in texts])
-            else:
-                found[name] = _numbers(cells, column, numbers, bits=name in law.VARIABLES)
+        is_present = name in table and name not in renamed.values()  # and does not hold another variable
+        if name not in ("N", "D", "loss", "scheme") and name not in renamed and not is_present:
+            parsed[name] = np.full(len(numbers), float(law.VARIABLES[name]))
+        elif name == "scheme":
+            texts = map(cell_text, _get_column(table, column, name))
+            parsed[name] = np.array([UNQUANTIZED_SCHEMES[0] if t.lower() in EMPTY_CELLS else t for t in texts])
         else:
-            found[name] = np.full(len(numbers), float(law.VARIABLES[name]))
-    _check(found, law, numbers)
+            cells = _get_column(table, column, name)
+            parsed[name] = _parse_numbers(cells, column, numbers, is_bits=name in law.VARIABLES)
+    _check_values(parsed, law, numbers)
+    _check_losses(parsed)
+    _check_units(parsed)
     others = {name: column for name, column in table.items() if name not in renamed.values()}
-    return Runs(found, _few_bits(others, law, found.get("scheme", np.zeros(len(numbers)))))
+    return Runs(parsed, _unmodeled_low_precision(others, law, parsed.get("scheme", np.zeros(len(numbers)))))
 
 
-def _few_bits(table: Mapping[str, Sequence[Any]], law: type[Law], schemes: Array) -> Array:
-    """Which runs have few bits of a part of which the law has no variable; said where it takes others for the same."""
-    found = np.zeros(len(schemes), bool)
-    for name in (f"{section}{part}" for section in ("", _SECTION) for part in _PARTS if part not in law.VARIABLES):
+def _unmodeled_low_precision(table: Mapping[str, Sequence[Any]], law: type[Law], schemes: Array) -> Array:
+    """Return the mask of runs with low precision of a part that the law does not model; warn if it mixes them."""
+    low = np.zeros(len(schemes), bool)
+    unmodeled = [part for part in _PARTS if part not in law.VARIABLES]
+    for name in (f"{prefix}{part}" for prefix in ("", _SWEEP_PREFIX) for part in unmodeled):
         if name not in table:
             continue
         try:
-            bits = np.array([bits_of(cell) for cell in table[name]])
+            bits = np.array([parse_bits(cell) for cell in table[name]])
         except ValueError:
             continue  # a column of something else, such as activation functions
-        found |= bits < WHOLE
-        alike = [bits[schemes == scheme] for scheme in np.unique(schemes)]
-        if any(each.min() < WHOLE and each.min() < each.max() for each in alike):
+        low |= bits < FULL_PRECISION
+        groups = [bits[schemes == scheme] for scheme in np.unique(schemes)]
+        if any(each.min() < FULL_PRECISION and each.min() < each.max() for each in groups):
             logger.warning(
-                "the %s law takes runs alike whatever their %s; choose some with where= or --where, or take law kumar",
-                law.name,
-                name,
+                "the %s law ignores %s; select runs with where= or --where, or take law kumar", law.name, name
             )
-    return found
+    return low
 
 
-def _by_name(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
-    """The table's columns by our names, whichever way round they are given."""
+def _by_variable(columns: Mapping[str, str], wanted: set[str]) -> dict[str, str]:
+    """Return column names by variable, for either direction of the mapping."""
     if columns and not wanted & set(columns) and set(columns.values()) <= wanted:
         return {name: column for column, name in columns.items()}
     return dict(columns)
 
 
-def _in_rows(
+def _melt_post_columns(
     table: Mapping[str, Sequence[Any]], pattern: str, loss: str
 ) -> tuple[Mapping[str, Sequence[Any]], list[int]]:
-    """The table with a column `post` in place of columns of losses, whose names say the formats, and each row's run."""
+    """Turn columns of losses, named by format, into rows with a column `post`; return the run number of each row."""
     before, _, after = pattern.partition("*")
     expression = re.compile(rf"{re.escape(before)}([^.]+){re.escape(after)}")
-    formats = {name: found[1] for name in table if name != loss and (found := expression.fullmatch(name))}
+    formats = {name: match[1] for name in table if name != loss and (match := expression.fullmatch(name))}
     if not formats:
         raise UserError(f"the table has no columns {pattern}; it has {', '.join(table) or 'none'}")
-    cells = [
-        (place, cell, format)
+    rows = [
+        (row, cell, format)
         for name, format in {loss: "", **formats}.items()
-        for place, cell in enumerate(_column(table, name, "loss"))
+        for row, cell in enumerate(_get_column(table, name, "loss"))
         if name == loss or str(cell).strip().lower() not in ("", "none", "nan")
     ]
-    repeated = {name: [column[place] for place, *_ in cells] for name, column in table.items()}
-    rows = {**repeated, loss: [cell for _, cell, _ in cells], "post": [format for *_, format in cells]}
-    return rows, [place + 1 for place, *_ in cells]
+    repeated = {name: [column[row] for row, *_ in rows] for name, column in table.items()}
+    melted = {**repeated, loss: [cell for _, cell, _ in rows], "post": [format for *_, format in rows]}
+    return melted, [row + 1 for row, *_ in rows]
 
 
-def _tokens(table: Mapping[str, Sequence[Any]], renamed: Mapping[str, str], numbers: Sequence[int]) -> list[float]:
-    """Tokens of runs whose FLOPs are known, 6 a parameter and token."""
-    compute = _numbers(_column(table, renamed["C"], "C"), renamed["C"], numbers, bits=False)
-    column = renamed.get("N", "N")
-    found: list[float] = (compute / (6 * _numbers(_column(table, column, "N"), column, numbers, bits=False))).tolist()
-    return found
+def _tokens_from_flops(
+    table: Mapping[str, Sequence[Any]], compute_column: str, size_column: str, numbers: Sequence[int]
+) -> list[float]:
+    """Return D = C / 6N."""
+    compute, size = (
+        _parse_numbers(_get_column(table, column, name), column, numbers, is_bits=False)
+        for column, name in ((compute_column, "C"), (size_column, "N"))
+    )
+    tokens: list[float] = (compute / (6 * size)).tolist()
+    return tokens
 
 
-def _table(runs: Any) -> Mapping[str, Sequence[Any]]:
+def _load_table(runs: Any) -> Mapping[str, Sequence[Any]]:
+    """Return columns by name from any accepted kind of table."""
     if isinstance(runs, str | Path):
-        runs = _read(Path(runs))
+        runs = _read_file(Path(runs))
     elif hasattr(runs, "to_dict") and hasattr(runs, "columns"):
-        _check_unlike(list(runs.columns))
+        _check_unique(list(runs.columns))
         runs = {name: runs[name] for name in runs.columns}
     if not isinstance(runs, Mapping):
         rows = list(runs) if isinstance(runs, Iterable) else [runs]
         wrong = [row for row in rows if not isinstance(row, Mapping)]
         if wrong:
-            raise UserError(f"a table is columns by their names, or rows of them; one is {wrong[0]!r}")
+            raise UserError(f"a table is a mapping of columns or a list of rows by column name; given {wrong[0]!r}")
         names = dict.fromkeys(name for row in rows for name in row)
         runs = {name: [row.get(name, "") for row in rows] for name in names}
-    table = {str(name): _cells(column) for name, column in runs.items()}
+    table = {str(name): _column_cells(column) for name, column in runs.items()}
     lengths = {name: len(column) for name, column in table.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"the columns differ in length: {', '.join(f'{n} {length}' for n, length in lengths.items())}")
     return table
 
 
-def _read(path: Path) -> Any:
+def _read_file(path: Path) -> Any:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-        if kind == ".json":
+        suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        if suffix == ".json":
             return json.loads(text)
-        if kind == ".jsonl":
+        if suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
         reader = csv.DictReader(io.StringIO(text, newline=""))
-        _check_unlike(reader.fieldnames or [])
+        _check_unique(reader.fieldnames or [])
         rows = []
         for row in reader:
             if None in row:
-                raise UserError(
-                    f"{path}, line {reader.line_num}, has more cells than the first, which names the columns"
-                )
+                raise UserError(f"{path}, line {reader.line_num}, has more cells than the header line; remove them")
             rows.append(row)
         return rows
     except RecursionError:
         raise UserError(f"{path} cannot be read as a table of runs: it is nested too deeply") from None
-    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # ValueError: 5,000 digits, too
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # ValueError covers 5,000 digits
         raise UserError(f"{path} cannot be read as a table of runs: {error}") from error
 
 
-def _check_unlike(names: Sequence[Any]) -> None:
-    """Raise a UserError for two columns of one name."""
-    for place, name in enumerate(names):
-        if name and name in names[:place]:
+def _check_unique(names: Sequence[Any]) -> None:
+    for i, name in enumerate(names):
+        if name and name in names[:i]:
             raise UserError(f"the table has two columns '{name}'; rename one")
 
 
-def _cells(column: Any) -> list[Any]:
-    """Those of a column of a list, an array or a series; of one cell alone, that one."""
+def _column_cells(column: Any) -> list[Any]:
+    """Return the cells of a list, an array or a series; a single cell becomes a list."""
     if hasattr(column, "tolist"):
         column = column.tolist()
     return list(column) if isinstance(column, Iterable) and not isinstance(column, str | bytes) else [column]
 
 
-def _are_same(cell: Any, value: Any) -> bool:
-    """Whether a cell is what is asked for: the same text, the same number, or empty as it."""
-    texts = ["" if isinstance(each, float) and math.isnan(each) else text_of(each) for each in (cell, value)]
+def _is_equal(cell: Any, value: Any) -> bool:
+    """Return True if a cell has a value: as text, as a number, or both empty."""
+    texts = ["" if isinstance(each, float) and math.isnan(each) else cell_text(each) for each in (cell, value)]
     if any(isinstance(each, bool | np.bool_) for each in (cell, value)):
         texts = [text.lower() for text in texts]
     if texts[0] == texts[1]:
@@ -284,85 +290,83 @@ def _are_same(cell: Any, value: Any) -> bool:
         return False
 
 
-def _column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Sequence[Any]:
+def _get_column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> Sequence[Any]:
     if column in table:
         return table[column]
     hint = did_you_mean(column, table)
     raise UserError(
         f"the table has no column '{column}'{f' for {name}' if name != column else ''}; it has "
-        f"{', '.join(table) or 'none'}{f' ({hint})' if hint else ''}. Say which column is {name}: "
+        f"{', '.join(table) or 'none'}{f' ({hint})' if hint else ''}. Name the column of {name}: "
         f"columns={{'{name}': …}}, or --column {name}=… on the command line"
     )
 
 
-def _numbers(cells: Sequence[Any], column: str, numbers: Sequence[int], *, bits: bool) -> Array:
-    """Numbers; in columns of bits an empty cell is unquantised, and the name of a format stands for its bits."""
-    found = np.empty(len(cells))
-    for place, cell in enumerate(cells):
-        text = text_of(cell)
+def _parse_numbers(cells: Sequence[Any], column: str, numbers: Sequence[int], *, is_bits: bool) -> Array:
+    """Return cells as floats; in columns of bits an empty cell is unquantized, and a format name means its bits."""
+    values = np.empty(len(cells))
+    for i, cell in enumerate(cells):
+        text = cell_text(cell)
         try:
-            found[place] = bits_of(cell) if bits else float(text or "nan")
+            values[i] = parse_bits(cell) if is_bits else float(text or "nan")
         except ValueError:
-            raise UserError(f"column {column}, run {numbers[place]}: '{text}' is no number") from None
-    return found
+            raise UserError(f"column {column}, run {numbers[i]}: '{text}' is not a number") from None
+    return values
 
 
-def _check(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) -> None:
+def _check_values(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) -> None:
+    """Refuse counts and losses that are not positive, and bits out of range."""
     for name in ("N", "D", "loss"):
         bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0))).tolist()
         if bad:
-            places = list(dict.fromkeys(str(numbers[place]) for place in bad))
-            listed = ", ".join(places[:5]) + (", …" if len(places) > 5 else "")
+            bad_numbers = list(dict.fromkeys(str(numbers[i]) for i in bad))
+            listed = ", ".join(bad_numbers[:5]) + (", …" if len(bad_numbers) > 5 else "")
             raise UserError(
                 f"{name} of run {listed} is {runs[name][bad[0]]}; every {name} is a positive and finite number. "
                 f"Leave out runs that diverged or did not end"
             )
+    low, high = _BITS
     for name in law.VARIABLES:
         if name == "scheme":
             continue
-        low, high = _BITS
         bits = runs[name][~np.isinf(runs[name]) | (runs[name] < 0)]
         if len(outside := bits[~((bits >= low) & (bits <= high))]):
-            raise UserError(
-                f"{name} is in bits, from {low:g} to {high:g}, or empty where unquantised; given {outside[0]:g}"
-            )
-    trained = runs["loss"][np.isinf(runs["post"])] if "post" in runs else runs["loss"]
-    smallest, largest = trained.min(initial=np.inf), trained.max(initial=0.0)
-    if largest > _MOST_NATS:
+            raise UserError(f"{name} is in bits, {low:g} to {high:g}, or empty if unquantized; given {outside[0]:g}")
+
+
+def _check_losses(runs: Mapping[str, Array]) -> None:
+    """Refuse losses that are not in nats per token; warn if some may be perplexities."""
+    as_trained = runs["loss"][np.isinf(runs["post"])] if "post" in runs else runs["loss"]
+    smallest, largest = as_trained.min(initial=np.inf), as_trained.max(initial=0.0)
+    if largest > _MAX_LOSS:
+        raise UserError(f"{largest:g} is not a loss in nats per token (if it is a perplexity, give its logarithm)")
+    if (least := runs["loss"].min()) < _MIN_LOSS:
         raise UserError(
-            f"a loss of {largest:g} is no loss in nats a token (is it a perplexity? then give its logarithm)"
+            f"{least:g} is not a loss in nats per token: a mean in fp32 cannot resolve less than {_MIN_LOSS:g}. "
+            f"Leave out runs that diverged or did not end"
         )
-    if (least := runs["loss"].min()) < _LEAST_NATS:
-        raise UserError(
-            f"a loss of {least:g} is no loss in nats a token: a mean in fp32 is not known to less than "
-            f"{_LEAST_NATS:g}. Leave out runs that diverged or did not end"
-        )
-    if largest > _MOST_APART * smallest:
+    if largest > _MAX_LOSS_RATIO * smallest:
         logger.warning(
-            "losses go from %.4g to %.4g: look whether some are perplexities; a law takes nats a token",
-            *(smallest, largest),
+            "losses range from %.4g to %.4g; a law takes nats per token, check for perplexities", smallest, largest
         )
-    for name, fewest in _FEWEST.items():
+
+
+def _check_units(runs: Mapping[str, Array]) -> None:
+    """Refuse counts in mixed units; warn of wide gaps."""
+    for name, smallest in _MIN_COUNTS.items():
         values = np.sort(runs[name])
         with np.errstate(over="ignore"):
-            jumps = values[1:] / values[:-1]
-        if values[0] < fewest or jumps.max(initial=1.0) >= _GAP:
+            gaps = values[1:] / values[:-1]
+        if values[0] < smallest or gaps.max(initial=1.0) >= _MAX_GAP:
             raise UserError(
-                f"{name} goes from {values[0]:.4g} to {values[-1]:.4g}: are the units mixed, or millions or billions? "
-                f"{name} is a plain count, such as 1.25e8"
+                f"{name} ranges from {values[0]:.4g} to {values[-1]:.4g}: the units may be mixed, or millions or "
+                f"billions; {name} is a plain count, such as 1.25e8"
             )
-        if jumps.max(initial=1.0) >= _WIDE_GAP:
-            logger.warning(
-                "no %s lies between %.4g and %.4g: look whether the units are mixed",
-                *(name, values[jumps.argmax()], values[jumps.argmax() + 1]),
-            )
+        if gaps.max(initial=1.0) >= _WIDE_GAP:
+            i = gaps.argmax()
+            logger.warning("no %s lies between %.4g and %.4g; check for mixed units", name, values[i], values[i + 1])
     ratio = runs["D"] / runs["N"]
-    if ratio.min() < _RATIOS[0] or ratio.max() > _RATIOS[1]:
+    if ratio.min() < _TOKENS_PER_PARAMETER[0] or ratio.max() > _TOKENS_PER_PARAMETER[1]:
         raise UserError(
-            f"tokens a parameter go from {ratio.min():.3g} to {ratio.max():.3g}: N and D are in different units, or "
-            f"swapped; both are plain counts"
+            f"tokens per parameter range from {ratio.min():.3g} to {ratio.max():.3g}: N and D have different units, or "
+            f"are swapped; both are plain counts"
         )
-
-
-def _listed(where: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{name} {value}" for name, value in (where or {}).items())

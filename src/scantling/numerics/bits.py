@@ -51,6 +51,8 @@ def pack(values: Tensor, width: int) -> Tensor:
     size = packed_bytes(count, width)
     if width == 8:
         return values.to(torch.uint8)
+    if width == 4:
+        return pack_nibbles(values)
     if values.device.type != "cpu":
         return _pack_bits(values, width, size)
     # `group` integers fill `group_bytes` bytes: each (integer, byte) pair that overlaps is one operation on all groups
@@ -85,6 +87,8 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         raise UserError(f"{count} integers of {width} bits take {size} bytes; given {packed.shape[-1]} bytes")
     if width == 8:
         return packed.to(torch.int32)
+    if width == 4:
+        return unpack_nibbles(packed, count).to(torch.int32)
     if packed.device.type != "cpu":
         return _unpack_bits(packed, count, width)
     group, group_bytes = _group(width)
@@ -96,6 +100,19 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         value = padded[..., byte]
         out[..., i] |= value >> shift if shift >= 0 else value << -shift
     return (out & ((1 << width) - 1)).flatten(-2)[..., :count]
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Pack integers into 4 bits, two to a byte, as `pack` does: (..., n) to (..., ceil(n / 2)) uint8."""
+    nibbles = values.to(torch.uint8) & 15
+    if nibbles.shape[-1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[..., ::2] | nibbles[..., 1::2].bitwise_left_shift(4)
+
+
+def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
+    """Return the integers that `pack_nibbles` packed: (..., count) uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
 
 
 def _pack_bits(values: Tensor, width: int, size: int) -> Tensor:

@@ -1,38 +1,28 @@
-"""One step of CAME for one parameter, stage by stage over tiles, so that scratch memory does not grow with it.
+"""CAME in PyTorch operations: one parameter at a time, stage by stage over tiles, so that scratch memory is bounded.
 
-Where each rank has a part of a parameter, sums over it are partial between two stages; `_sharded.py` adds them up.
+If ranks hold shards of a parameter, sums over it are partial between two stages; `_dispatch.py` adds them up.
 
 A momentum in bf16 or in codes is read twice: the residual (6) and the update (9) both take the new momentum before it
-is rounded, and only the last stage writes it back. No stage leaves its scratch in a variable: it would live on through
-the next, and one tile of scratch would be two.
+is rounded, and only the last stage writes it back. No stage keeps its scratch in a variable: the scratch would live on
+through the next tile, and one tile of scratch would be two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scantling.groups import MatrixDims
-from scantling.numerics.torch_private import is_zero_tensor
-from scantling.optim import _rounding as rounding
-from scantling.optim._codec import Momentum, decode, encode, layout_of
-from scantling.optim._factor import statistics_dtype
-from scantling.optim._random import seed_of
-from scantling.optim._rounding import Rounding
-from scantling.optim._shardplan import ShardPlan
-from scantling.optim._state import kept_averages
-from scantling.optim._update import (
+from scantling.optim.codecs import block_rows, decode, encode, noise_seed, read_weight, write_weight
+from scantling.optim.stages import (
     add_means,
     apply_update,
     begin_mean,
-    bias_correction,
     clip_factor,
     inverse_root,
     square_sum,
@@ -40,6 +30,7 @@ from scantling.optim._update import (
     update_momentum,
     whiten,
 )
+from scantling.optim.state import ParamStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,230 +44,120 @@ compensated weights), stays under 64 MiB."""
 Tile = tuple[slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Hyper:
-    """The hyper-parameters of a group."""
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    beta3: float
-    eps1: float
-    eps2: float
-    clip_threshold: float
-    weight_decay: float
-    debias: bool
-    maximize: bool
-    momentum: Momentum | None
-    rounding: Rounding
-    confidence: bool
-    foreach: bool | None
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Hyper:
-        (beta1, beta2, beta3), (eps1, eps2) = group["betas"], group["eps"]
-        momentum, confidence = kept_averages(group)
-        return cls(
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            beta3=beta3,
-            eps1=eps1,
-            eps2=eps2,
-            clip_threshold=min(float(group["clip_threshold"]), 1e150),  # it is squared
-            weight_decay=group["weight_decay"],
-            debias=group["debias"],
-            maximize=group["maximize"],
-            momentum=momentum,
-            rounding=group["rounding"],
-            confidence=confidence,
-            foreach=group["foreach"],
-        )
-
-    def decay(self, like: Tensor) -> Tensor | None:
-        """-lr * weight_decay: 0-D, or None where there is none."""
-        return like.new_full((), -self.weight_decay).mul_(self.lr) if self.weight_decay else None
+PartialSum: TypeAlias = tuple[Tensor, "tuple[ProcessGroup, ...]"]
+"""A tensor and the process groups over which it must be summed in place; none on one device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One parameter in one step.
+class ParamStages(Protocol):
+    """The four stages of one parameter's step, called in this order.
 
-    Attributes:
-        param: any float dtype; of a sharded parameter the part on this rank, as in `grad` and `state`.
-        grad: of the same shape; zeros where this rank has none.
-        state: its tensors; see `_state.py`.
-        hyper: of its group.
-        view: (row dims, column dims), or None for a full second moment.
-        ordinal: which parameter of the optimizer it is.
-        plan: which part of the whole parameter `param` is.
-        has_grad: whether this rank has a gradient of it.
+    The first three return what must be summed over ranks before the next is called. None communicates.
     """
 
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-    hyper: Hyper
-    view: MatrixDims | None
-    ordinal: int
-    plan: ShardPlan
-    has_grad: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return statistics_dtype(self.param.dtype)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Number of matrices, rows and columns of each; a vector is one row."""
-        return _sizes_of(self.param.shape, self.view)
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the parameter is a stack of row-major matrices: row dims, after them column dims, and then none."""
-        dims = [] if self.view is None else [*self.view[0], *self.view[1]]
-        return dims == list(range(self.param.ndim - len(dims), self.param.ndim))
-
-    def scalar(self, value: float) -> Tensor:
-        return torch.full((), value, dtype=self.dtype, device=self.param.device)
-
-    def correction(self, beta: float) -> Tensor:
-        return bias_correction(self.state["step"], beta, self.dtype)
-
-    def place_of(self, tile: Tile) -> tuple[int, tuple[int, ...]]:
-        """Place of a tile's first element in the whole parameter, in row-major order, and the strides from there."""
-        offset = [part.start for part in tile] + [0] * (self.param.ndim - len(tile))
-        return self.plan.index_of(offset), self.plan.strides
-
-
-@lru_cache(maxsize=4096)
-def _sizes_of(shape: torch.Size, view: MatrixDims | None) -> tuple[int, int, int]:
-    if view is None:
-        return 1, 1, prod(shape)
-    rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
-    return prod(shape) // (rows * cols), rows, cols
-
-
-def is_plain(tensor: Tensor, devices: Sequence[str]) -> bool:
-    """Whether what is in memory on such a device, from `data_ptr` on, is the tensor as it reads."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)  # others may wrap tensors, or have no data at all
-        and tensor.device.type in devices
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not is_zero_tensor(tensor)
-    )
-
-
-Partial: TypeAlias = tuple[Tensor, "tuple[ProcessGroup, ...]"]
-"""A tensor that is to be summed in place over some groups of ranks, and these; on one device there are none."""
-
-
-class Stages(Protocol):
-    """The four stages of one parameter's step, to be called in this order.
-
-    Each of the first three returns what must be summed over ranks before the next is called. None communicates.
-    """
-
-    def accumulate(self) -> list[Partial]:
+    def accumulate(self) -> list[PartialSum]:
         """Equations (1) and (2): row and column means of the squared gradient."""
 
-    def whiten(self) -> list[Partial]:
-        """(3): the sum of squares of the whitened gradient. The step is counted here: from here on it is taken."""
+    def whiten(self) -> list[PartialSum]:
+        """Equation (3): sum of squares of the whitened gradient. Counts the step, which must then be completed."""
 
-    def residual(self) -> list[Partial]:
-        """(4) to (8): momentum, row and column means of the instability."""
+    def update_instability(self) -> list[PartialSum]:
+        """Equations (4) to (8): momentum, row and column means of the instability."""
 
     def apply(self) -> None:
-        """(9) and (10): the parameter."""
+        """Equations (9) and (10): the parameter."""
 
 
-def stages_of(job: Job, *, tile: int | None = None) -> Stages:
-    """The stages of a parameter: equations (1) to (10) in `came.py`, or those of a full second moment.
+def param_stages(step: ParamStep, *, tile: int | None = None) -> ParamStages:
+    """Return the stages of a parameter: equations (1) to (10) in `came.py`, factored or not.
 
     Args:
-        job: the parameter; it, its momentum and its statistics change in place.
-        tile: elements of a tile. Default: what suits its device.
+        step: the parameter; its value, momentum and statistics change in place.
+        tile: elements of a tile. Default: one that suits the device.
     """
-    tile = tile or (CPU_TILE if job.param.device.type == "cpu" else DEVICE_TILE)
-    return _Full(job, tile) if job.view is None else _Factored(job, job.view, tile)
+    tile = tile or (CPU_TILE if step.param.device.type == "cpu" else DEVICE_TILE)
+    return _FullStages(step, tile) if step.view is None else _FactoredStages(step, step.view, tile)
 
 
-def step(job: Job, *, tile: int | None = None) -> None:
-    """One step of a parameter of which this rank has all, see `stages_of`."""
-    stages = stages_of(job, tile=tile)
+def step_param(step: ParamStep, *, tile: int | None = None) -> None:
+    """Take the step of a parameter that is not sharded, see `param_stages`."""
+    stages = param_stages(step, tile=tile)
     stages.accumulate()
     stages.whiten()
-    stages.residual()
+    stages.update_instability()
     stages.apply()
 
 
-class _Factored:
-    """A factored second moment and, where it is wanted, the confidence."""
+class _FactoredStages:
+    """Stages of a parameter with a factored second moment, with or without confidence."""
 
-    def __init__(self, job: Job, view: MatrixDims, tile_limit: int) -> None:
-        self._job, self._view = job, view
-        self._momentum = _Momentum(job, view)
-        self._tiles = tiles_of(tuple(job.param.shape), tile_limit, self._momentum.depth)
-        num_rows, num_cols = (prod(job.plan.shape[dim] for dim in dims) for dims in view)
+    def __init__(self, step: ParamStep, view: MatrixDims, tile_limit: int) -> None:
+        self._step, self._view = step, view
+        self._momentum = _Momentum(step, view)
+        self._tiles = split_tiles(tuple(step.param.shape), tile_limit, self._momentum.depth)
+        num_rows, num_cols = (prod(step.plan.shape[dim] for dim in dims) for dims in view)
         self._num_rows, self._num_cols = num_rows, num_cols
-        self._grand: Tensor | None = None
+        self._grand_mean: Tensor | None = None
 
-    def accumulate(self) -> list[Partial]:
-        job, (row, col) = self._job, self._statistics("row", "col")
-        self._begin(row, col, job.hyper.beta2, job.hyper.eps1)
-        weights = self._weights(1.0 - job.hyper.beta2)
+    def accumulate(self) -> list[PartialSum]:
+        # (1), (2): r (R, 1) and c (1, C) from the squared gradient
+        step, (row, col) = self._step, self._statistics("row", "col")
+        self._begin_means(row, col, step.hyper.beta2, step.hyper.eps1)
+        weights = self._weights(1.0 - step.hyper.beta2)
         for tile in self._tiles:
-            squares = squared(cut(job.grad, tile), job.dtype, max(self._num_rows, self._num_cols))
-            add_means(squares, cut(row, tile), cut(col, tile), self._view, weights)
+            squares = squared(tile_view(step.grad, tile), step.dtype, max(self._num_rows, self._num_cols))
+            add_means(squares, tile_view(row, tile), tile_view(col, tile), self._view, weights)
             del squares
-        return self._partial(row, col)
+        return self._partial_sums(row, col)
 
-    def whiten(self) -> list[Partial]:
-        job, hyper = self._job, self._job.hyper
-        job.state["step"].add_(1.0)
+    def whiten(self) -> list[PartialSum]:
+        step, hyper = self._step, self._step.hyper
+        step.state["step"].add_(1.0)
+        # (3): u = g a b with a (R, 1) and b (1, C)
         self._a, self._b = self._inverse_root("row", "col")
         if hyper.debias:
-            self._b.mul_(job.correction(hyper.beta2).sqrt_())
-        self._total = job.scalar(0.0)
+            self._b.mul_(step.correction(hyper.beta2).sqrt_())
+        self._total = step.scalar(0.0)
         for tile in self._tiles:
             self._total.add_(square_sum(self._whitened(tile)))
-        return [(self._total, job.plan.groups(range(job.param.ndim)))]
+        return [(self._total, step.plan.groups(range(step.param.ndim)))]
 
-    def residual(self) -> list[Partial]:
-        hyper = self._job.hyper
-        self._a.mul_(clip_factor(self._total, self._job.plan.numel, hyper.clip_threshold))
+    def update_instability(self) -> list[PartialSum]:
+        hyper = self._step.hyper
+        # (4): from here on a contains the clip and the sign of the gradient
+        self._a.mul_(clip_factor(self._total, self._step.plan.numel, hyper.clip_threshold))
         if hyper.maximize:
             self._a.neg_()
         if not hyper.confidence:
             return []
+        # (5) to (8): s (R, 1) and k (1, C) from (u - m)^2 = beta1^2 (u - m_old)^2, with m_old from before this step
         row, col = self._statistics("res_row", "res_col")
-        self._begin(row, col, hyper.beta3, hyper.eps2)
+        self._begin_means(row, col, hyper.beta3, hyper.eps2)
         weights = self._weights(hyper.beta1**2 * (1.0 - hyper.beta3))
         for tile in self._tiles:
             clipped = self._whitened(tile)
             add_means(
                 update_momentum(self._momentum.read(tile), clipped, hyper.beta1).square_(),
-                cut(row, tile),
-                cut(col, tile),
+                tile_view(row, tile),
+                tile_view(col, tile),
                 self._view,
                 weights,
             )
             del clipped
-        return self._partial(row, col)
+        return self._partial_sums(row, col)
 
     def apply(self) -> None:
-        job, hyper = self._job, self._job.hyper
-        scale = job.scalar(-1.0).mul_(hyper.lr)
+        step, hyper = self._step, self._step.hyper
+        # (9): D = m a b with a (R, 1) and b (1, C); -lr and the bias corrections are in a, or in the 0-D scale
+        scale = step.scalar(-1.0).mul_(hyper.lr)
         if hyper.debias:
-            scale.div_(job.correction(hyper.beta1))
+            scale.div_(step.correction(hyper.beta1))
         if hyper.confidence:
             a, b = self._inverse_root("res_row", "res_col")
             if hyper.debias:
-                scale.mul_(job.correction(hyper.beta3).sqrt_())
+                scale.mul_(step.correction(hyper.beta3).sqrt_())
             a.mul_(scale)
         decay = hyper.decay(scale)
-        momentum, weight = self._momentum, _Weight(job)
+        momentum, weight = self._momentum, _Weight(step)
         for tile in self._tiles:
             if hyper.momentum is None:
                 m = self._whitened(tile)
@@ -284,9 +165,10 @@ class _Factored:
                 m = momentum.read(tile)
                 if momentum.is_rounded or not hyper.confidence:
                     update_momentum(m, self._whitened(tile), hyper.beta1)
+            # (10)
             value = weight.read(tile)
             if hyper.confidence:
-                apply_update(value, m * cut(a, tile), cut(b, tile), decay)
+                apply_update(value, m * tile_view(a, tile), tile_view(b, tile), decay)
             else:
                 apply_update(value, m, scale, decay)
             weight.write(value, tile)
@@ -295,82 +177,83 @@ class _Factored:
             del m
 
     def _statistics(self, row: str, col: str) -> tuple[Tensor, Tensor]:
-        return self._job.state[row], self._job.state[col]
+        return self._step.state[row], self._step.state[col]
 
     def _weights(self, weight: float) -> tuple[float, float]:
         return weight / self._num_cols, weight / self._num_rows
 
     def _whitened(self, tile: Tile) -> Tensor:
-        return whiten(cut(self._job.grad, tile), cut(self._a, tile), cut(self._b, tile))
+        return whiten(tile_view(self._step.grad, tile), tile_view(self._a, tile), tile_view(self._b, tile))
 
-    def _begin(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
-        """Of the ranks that hold an average alike, one carries it into their sum and the others begin at 0."""
+    def _begin_means(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
+        """Start an average with its old value on one rank of those that sum over it, and with 0 on the others."""
         rows, cols = self._view
         for average, summed in ((row, cols), (col, rows)):
-            if self._job.plan.is_first(summed):
+            if self._step.plan.is_first_rank(summed):
                 begin_mean(average, beta, eps)
             else:
                 average.zero_()
 
-    def _partial(self, row: Tensor, col: Tensor) -> list[Partial]:
-        plan, (rows, cols) = self._job.plan, self._view
+    def _partial_sums(self, row: Tensor, col: Tensor) -> list[PartialSum]:
+        plan, (rows, cols) = self._step.plan, self._view
         partial = [(row, plan.groups(cols)), (col, plan.groups(rows))]
         if plan.groups(rows) and plan.groups(cols):
-            self._grand = row.sum(dim=rows, keepdim=True).div_(self._num_rows)
-            partial.append((self._grand, plan.groups(rows + cols)))
+            self._grand_mean = row.sum(dim=rows, keepdim=True).div_(self._num_rows)
+            partial.append((self._grand_mean, plan.groups(rows + cols)))
         return partial
 
     def _inverse_root(self, row: str, col: str) -> tuple[Tensor, Tensor]:
-        """Rows and columns have the same mean, so that it is taken of the side of which this rank has all."""
+        """Return a: (R, 1), b: (1, C). Rows and columns have the same mean; use the side that is not sharded."""
         r, c = self._statistics(row, col)
         rows, cols = self._view
-        if self._grand is not None:
-            mean = self._grand
-        elif self._job.plan.groups(rows):
+        if self._grand_mean is not None:
+            mean = self._grand_mean
+        elif self._step.plan.groups(rows):
             mean = c.mean(dim=cols, keepdim=True)
         else:
             mean = r.mean(dim=rows, keepdim=True)
         return inverse_root(r, c, mean)
 
 
-class _Full:
-    """A full second moment and no confidence: vectors and thin matrices."""
+class _FullStages:
+    """Stages of a vector or a thin matrix: full second moment, no confidence."""
 
-    def __init__(self, job: Job, tile_limit: int) -> None:
-        self._job = job
-        self._moment = job.state["exp_avg_sq"]
-        self._tiles = tiles_of(tuple(job.param.shape), tile_limit, job.param.ndim)
+    def __init__(self, step: ParamStep, tile_limit: int) -> None:
+        self._step = step
+        self._moment = step.state["exp_avg_sq"]
+        self._tiles = split_tiles(tuple(step.param.shape), tile_limit, step.param.ndim)
 
-    def accumulate(self) -> list[Partial]:
+    def accumulate(self) -> list[PartialSum]:
         return []
 
-    def whiten(self) -> list[Partial]:
-        job, hyper = self._job, self._job.hyper
-        job.state["step"].add_(1.0)
+    def whiten(self) -> list[PartialSum]:
+        step, hyper = self._step, self._step.hyper
+        step.state["step"].add_(1.0)
+        # v <- beta2 v + (1 - beta2)(g^2 + e1), u = g / sqrt(v)
         begin_mean(self._moment, hyper.beta2, hyper.eps1)
-        self._total = job.scalar(0.0)
+        self._total = step.scalar(0.0)
         for tile in self._tiles:
-            v = cut(self._moment, tile)
-            v.add_(squared(cut(job.grad, tile), job.dtype), alpha=1.0 - hyper.beta2)
-            self._total.add_(square_sum(v.rsqrt().mul_(cut(job.grad, tile))))
-        return [(self._total, job.plan.groups(range(job.param.ndim)))]
+            v = tile_view(self._moment, tile)
+            v.add_(squared(tile_view(step.grad, tile), step.dtype), alpha=1.0 - hyper.beta2)
+            self._total.add_(square_sum(v.rsqrt().mul_(tile_view(step.grad, tile))))
+        return [(self._total, step.plan.groups(range(step.param.ndim)))]
 
-    def residual(self) -> list[Partial]:
+    def update_instability(self) -> list[PartialSum]:
         return []
 
     def apply(self) -> None:
-        job, hyper = self._job, self._job.hyper
-        factor = self._factor()
-        scale = job.scalar(-1.0).mul_(hyper.lr)
+        step, hyper = self._step, self._step.hyper
+        factor = self._clip_and_correction()
+        scale = step.scalar(-1.0).mul_(hyper.lr)
         if hyper.debias:
-            scale.div_(job.correction(hyper.beta1))
+            scale.div_(step.correction(hyper.beta1))
         decay = hyper.decay(self._moment)
-        weight = _Weight(job)
+        weight = _Weight(step)
         for tile in self._tiles:
             if hyper.momentum is None:
                 m = self._whitened(tile, factor)
             else:
-                m = cut(job.state["exp_avg"], tile)
+                m = tile_view(step.state["exp_avg"], tile)
                 update_momentum(m, self._whitened(tile, factor), hyper.beta1)
             value = weight.read(tile)
             apply_update(value, m, scale, decay)
@@ -378,15 +261,15 @@ class _Full:
             del value, m
 
     def _whitened(self, tile: Tile, factor: Tensor) -> Tensor:
-        return cut(self._moment, tile).rsqrt().mul_(cut(self._job.grad, tile)).mul_(factor)
+        return tile_view(self._moment, tile).rsqrt().mul_(tile_view(self._step.grad, tile)).mul_(factor)
 
-    def _factor(self) -> Tensor:
-        """What the quotient of gradient and root of the second moment is multiplied with: 0-D."""
-        job, hyper = self._job, self._job.hyper
-        correction = job.correction(hyper.beta2) if hyper.debias else None
+    def _clip_and_correction(self) -> Tensor:
+        """Return the factor of g / sqrt(v), 0-D: bias correction, clip (4) and the sign of the gradient."""
+        step, hyper = self._step, self._step.hyper
+        correction = step.correction(hyper.beta2) if hyper.debias else None
         if correction is not None:
             self._total.mul_(correction)
-        factor = clip_factor(self._total, job.plan.numel, hyper.clip_threshold)
+        factor = clip_factor(self._total, step.plan.numel, hyper.clip_threshold)
         if correction is not None:
             factor.mul_(correction.sqrt())
         if hyper.maximize:
@@ -395,90 +278,95 @@ class _Full:
 
 
 class _Momentum:
-    """The momentum of one parameter, tile by tile, however it is kept.
+    """Momentum of one parameter, read and written tile by tile in any codec.
 
     Attributes:
-        is_rounded: whether what is kept is less than fp32, so that `read` gives a copy, to be written back.
-        depth: the dims of the parameter that tiles may cut; a row of blocks is never cut.
+        is_rounded: True if the codec stores less than fp32: `read` returns a copy, which `write` stores.
+        depth: number of leading dims that tiles may cut; a row of blocks is never cut.
     """
 
-    def __init__(self, job: Job, view: MatrixDims) -> None:
-        self._job, self._kind = job, job.hyper.momentum
+    def __init__(self, step: ParamStep, view: MatrixDims) -> None:
+        self._step, self._codec = step, step.hyper.momentum
         self._layout = None
-        self.is_rounded = self._kind not in (None, "fp32")
-        self.depth = job.param.ndim
-        if self._kind in ("int8", "int4"):
-            self._layout = layout_of(tuple(job.param.shape), view, self._kind)
+        self.is_rounded = self._codec not in (None, "fp32")
+        self.depth = step.param.ndim
+        if self._codec in ("int8", "int4"):
+            self._layout = block_rows(tuple(step.param.shape), view, self._codec)
             self.depth = len(self._layout.lead)
 
     def read(self, tile: Tile) -> Tensor:
-        state, dtype = self._job.state, self._job.dtype
+        state, dtype = self._step.state, self._step.dtype
         if self._layout is None:
-            return cut(state["exp_avg"], tile).to(dtype)
-        rows = decode(cut(state["exp_avg_codes"], tile), cut(state["exp_avg_scale"], tile), self._layout, dtype)
-        return rows.reshape(cut(self._job.param, tile).shape)
+            return tile_view(state["exp_avg"], tile).to(dtype)
+        codes, scale = tile_view(state["exp_avg_codes"], tile), tile_view(state["exp_avg_scale"], tile)
+        rows = decode(codes, scale, self._layout, dtype)
+        return rows.reshape(tile_view(self._step.param, tile).shape)
 
     def write(self, value: Tensor, tile: Tile) -> None:
-        """Keep the new momentum; `value` is overwritten."""
-        state = self._job.state
+        """Store the new momentum; `value` is overwritten."""
+        state = self._step.state
         if not self.is_rounded:
             return
         if self._layout is None:
-            cut(state["exp_avg"], tile).copy_(value)
+            tile_view(state["exp_avg"], tile).copy_(value)
             return
-        seed = seed_of(state["step"], self._job.ordinal, 0) if self._kind == "int4" else None
-        start, strides = self._job.place_of(tile)
-        codes, scale = cut(state["exp_avg_codes"], tile), cut(state["exp_avg_scale"], tile)
+        seed = noise_seed(state["step"], self._step.param_idx, 0) if self._codec == "int4" else None
+        start, strides = _tile_position(self._step, tile)
+        codes, scale = tile_view(state["exp_avg_codes"], tile), tile_view(state["exp_avg_scale"], tile)
         encode(value, codes, scale, self._layout, seed=seed, start=start, strides=strides)
 
 
 class _Weight:
-    """A parameter, tile by tile, read in the dtype of the statistics and written back as its group rounds."""
+    """One parameter, read tile by tile in the dtype of the statistics and written with the rounding of its group."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        rounded = job.param.dtype == torch.bfloat16 and job.hyper.rounding == "stochastic"
-        self._seed = seed_of(job.state["step"], job.ordinal, 1) if rounded else None
-        self._low = job.state.get("low")
+    def __init__(self, step: ParamStep) -> None:
+        self._step = step
+        rounded = step.param.dtype == torch.bfloat16 and step.hyper.rounding == "stochastic"
+        self._seed = noise_seed(step.state["step"], step.param_idx, 1) if rounded else None
+        self._low = step.state.get("low")
 
     def read(self, tile: Tile) -> Tensor:
-        return rounding.read(cut(self._job.param, tile), self._cut_low(tile), self._job.dtype)
+        return read_weight(tile_view(self._step.param, tile), self._low_view(tile), self._step.dtype)
 
     def write(self, value: Tensor, tile: Tile) -> None:
-        start, strides = self._job.place_of(tile)
-        param, low = cut(self._job.param, tile), self._cut_low(tile)
-        rounding.write(value, param, low, seed=self._seed, start=start, strides=strides)
+        start, strides = _tile_position(self._step, tile)
+        param, low = tile_view(self._step.param, tile), self._low_view(tile)
+        write_weight(value, param, low, seed=self._seed, start=start, strides=strides)
 
-    def _cut_low(self, tile: Tile) -> Tensor | None:
-        return None if self._low is None else cut(self._low, tile)
+    def _low_view(self, tile: Tile) -> Tensor | None:
+        return None if self._low is None else tile_view(self._low, tile)
+
+
+def _tile_position(step: ParamStep, tile: Tile) -> tuple[int, tuple[int, ...]]:
+    """Return the row-major index of a tile's first element in the whole parameter, and the strides of the latter."""
+    offset = [part.start for part in tile] + [0] * (step.param.ndim - len(tile))
+    return step.plan.global_index(offset), step.plan.strides
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, ...]:
-    """The tiles in which a parameter is worked off, in memory order; one empty tile for a parameter that fits whole.
-
-    An empty part of a sharded parameter has none.
+def split_tiles(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, ...]:
+    """Return the tiles of a parameter in memory order: none for an empty shard, one empty tile if it fits whole.
 
     Args:
-        shape: of the parameter.
-        limit: most elements in a tile.
-        depth: only the first so many dims are cut, so that a tile can be larger where what is left is.
+        shape: shape of the parameter.
+        limit: largest number of elements in a tile, unless the dims after `depth` are larger.
+        depth: number of leading dims that may be cut.
     """
     if not prod(shape):
         return ()
     if prod(shape) <= limit:
         return ((),)
-    cuts: list[list[slice]] = []
+    slices: list[list[slice]] = []
     for dim, size in enumerate(shape[:depth]):
         length = max(1, limit // prod(shape[dim + 1 :]))
-        cuts.append([slice(start, min(start + length, size)) for start in range(0, size, length)])
+        slices.append([slice(start, min(start + length, size)) for start in range(0, size, length)])
         if length > 1:
             break
-    return tuple(product(*cuts))
+    return tuple(product(*slices))
 
 
-def cut(tensor: Tensor, tile: Tile) -> Tensor:
-    """The tile's part of a parameter or, along the dims where these have more than 1, of its statistics."""
+def tile_view(tensor: Tensor, tile: Tile) -> Tensor:
+    """Return the view of a parameter, or of its statistics, that belongs to a tile; dims of size 1 are kept whole."""
     if not tile:
         return tensor
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, tile, strict=False))]

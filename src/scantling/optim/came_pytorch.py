@@ -15,11 +15,16 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims
-from scantling.optim._factor import matrix_view, statistics_dtype
-from scantling.optim._slice import coded_momentum, second_moment, whole_momentum
-from scantling.optim._state import kept_averages, needed_state, view_of
-from scantling.optim._update import bias_correction
 from scantling.optim.came import CAME
+from scantling.optim.slicing import encode_momentum, full_momentum, second_moment
+from scantling.optim.stages import bias_correction
+from scantling.optim.state import (
+    group_matrix_view,
+    matrix_view,
+    momentum_and_confidence,
+    state_shapes,
+    statistics_dtype,
+)
 
 _THEIR_FACTORS = {
     "row": "exp_avg_sq_row",
@@ -97,7 +102,7 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
     Raises:
         UserError: a group without confidence or momentum, which the published package always has, or with `maximize`.
     """
-    if not all(kept_averages(group)[1] for group in optimizer.param_groups):
+    if not all(momentum_and_confidence(group)[1] for group in optimizer.param_groups):
         raise UserError(
             "came-pytorch always has its confidence; given confidence=False or betas[0]=0, whose state does not hold it"
         )
@@ -115,21 +120,21 @@ def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
 
 def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     shape = tuple(param.shape)
-    view, last_two = view_of(group, shape), matrix_view(shape, "last2")
-    needed = needed_state(group, shape, param.dtype)
+    view, last_two = group_matrix_view(group, shape), matrix_view(shape, "last2")
+    shapes = state_shapes(group, shape, param.dtype)
     state: dict[str, Tensor] = {"step": torch.tensor(float(saved["step"]))}
     if last_two is None:
         state["exp_avg_sq"] = saved["exp_avg_sq"]
     else:
         factors = {name: _as_ours(saved[key], name) for name, key in _THEIR_FACTORS.items()}
         state |= factors if view == last_two else _refactored(factors, last_two, view)
-    if "exp_avg" in needed:
+    if "exp_avg" in shapes:
         state["exp_avg"] = saved["exp_avg"]
-    elif "exp_avg_codes" in needed and view is not None:
-        state |= coded_momentum(saved["exp_avg"].to(torch.float32, copy=True), view, group["momentum"], needed)
-    if "low" in needed:
+    elif "exp_avg_codes" in shapes and view is not None:
+        state |= encode_momentum(saved["exp_avg"].to(torch.float32, copy=True), view, group["momentum"], shapes)
+    if "low" in shapes:
         state["low"] = torch.zeros(shape)
-    return {key: state[key].to(param.device, dtype) for key, (_, dtype) in needed.items()}
+    return {key: state[key].to(param.device, dtype) for key, (_, dtype) in shapes.items()}
 
 
 def _unbiased(own: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
@@ -147,8 +152,8 @@ def _unbiased(own: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor
 
 def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     shape = tuple(param.shape)
-    view, last_two = view_of(group, shape), matrix_view(shape, "last2")
-    momentum = whole_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
+    view, last_two = group_matrix_view(group, shape), matrix_view(shape, "last2")
+    momentum = full_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
     own = _unbiased({**own, "exp_avg": momentum}, group)
     state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": own["exp_avg"]}
     if last_two is None:

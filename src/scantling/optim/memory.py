@@ -17,11 +17,11 @@ from torch import Tensor
 
 from scantling.groups import MatrixDims
 from scantling.numerics.torch_private import TorchDispatchMode, storage_key
-from scantling.optim import _grouped, _native
-from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step
-from scantling.optim._shardplan import local
+from scantling.optim import _cpu, _triton
+from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step_param
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
+from scantling.optim.sharding import local_tensor
 
 
 class ParameterSpec(NamedTuple):
@@ -48,7 +48,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
-                storage = local(value).untyped_storage()
+                storage = local_tensor(value).untyped_storage()
                 storages[storage_key(storage)] = storage.nbytes()
     return sum(storages.values())
 
@@ -96,7 +96,7 @@ def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = Fals
     """
     specs, optimizer = _on_meta(name, layout, options)
     if isinstance(optimizer, CAME):
-        return _came_scratch_bytes(optimizer, DEVICE_TILE if foreach else CPU_TILE)
+        return _came_temporary_bytes(optimizer, DEVICE_TILE if foreach else CPU_TILE)
     if name.lower() == "adafactor":
         return max(_adafactor_scratch_bytes(spec) for spec in specs)
     for group in optimizer.param_groups:
@@ -143,23 +143,23 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, sum(self._live.values()))
 
 
-def _came_scratch_bytes(optimizer: CAME, tile: int) -> int:
-    """What one parameter's step takes, the largest of them: each kind of parameter is stepped once."""
+def _came_temporary_bytes(optimizer: CAME, tile: int) -> int:
+    """Return the bytes of the largest step of one parameter, or of a C or Triton step; one step per kind is taken."""
     kinds: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.numel() and param.requires_grad:
                 kinds.setdefault((tuple(param.shape), param.dtype, id(group)), []).append((group, param))
-    jobs = [optimizer.job(*alike[0], 0) for alike in kinds.values()]
+    steps = [optimizer.param_step(*members[0], 0) for members in kinds.values()]
     if tile == CPU_TILE:
-        otherwise = _native.scratch_bytes(jobs)
+        compiled = _cpu.scratch_bytes(steps)
     else:
-        pairs = zip(jobs, kinds.values(), strict=True)
-        otherwise = _grouped.scratch_bytes([job for job, alike in pairs for _ in alike])
+        pairs = zip(steps, kinds.values(), strict=True)
+        compiled = _triton.scratch_bytes([step for step, members in pairs for _ in members])
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
-        for job in jobs:
-            step(job, tile=tile)
-    return max(int(meter.peak), otherwise)
+        for step in steps:
+            step_param(step, tile=tile)
+    return max(int(meter.peak), compiled)
 
 
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:

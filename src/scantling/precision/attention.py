@@ -20,9 +20,9 @@ from scantling.errors import UserError
 from scantling.numerics.torch_private import remove_forward_hooks
 from scantling.precision.quantizer import Quantizer
 
-_ATTRIBUTE = "_attention_in_few_bits"
-_rounding_functions: set[Callable[..., Any]] = set()
-"""Wrappers that this process has registered in place of the functions of transformers."""
+_ATTRIBUTE = "_quantized_attention"
+_wrappers: set[Callable[..., Any]] = set()
+"""Wrappers that this process has registered instead of the functions of transformers."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def _wrap(name: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     function = ALL_ATTENTION_FUNCTIONS[name]
-    if function not in _rounding_functions:
-        AttentionInterface.register(name, _rounding(function))
+    if function not in _wrappers:
+        AttentionInterface.register(name, _quantizing(function))
 
 
-def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
+def _quantizing(function: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Any:
         formats = getattr(module, _ATTRIBUTE, None)
         if formats is not None and formats.queries is not None:
@@ -63,7 +63,7 @@ def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
             key, value = formats.kv_cache(key, axis=-1), formats.kv_cache(value, axis=-1)
         return function(module, query, key, value, *args, **settings)
 
-    _rounding_functions.add(attention)
+    _wrappers.add(attention)
     return attention
 
 
@@ -82,13 +82,13 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
     for part in model.modules():
         if has_quantized_attention(part):
             raise UserError(
-                f"the attention of this model's {type(part).__name__} takes keys, values or queries in few bits "
-                "already; call sc.precision.restore first"
+                f"keys, values or queries of this model's {type(part).__name__} are already quantized; call "
+                "sc.precision.restore first"
             )
     if not (hasattr(model, "set_attn_implementation") and model._can_set_attn_implementation()):  # type: ignore[operator]
         raise UserError(
-            f"kv_cache and queries are quantized in the attention of transformers models; this {type(model).__name__} "
-            "has none that can be set by name"
+            f"kv_cache and queries need a transformers model whose attention can be set by name; this "
+            f"{type(model).__name__} is none. Leave them out"
         )
     for name in _names(model.config):
         _check(name)
@@ -96,14 +96,14 @@ def quantize_attention(model: nn.Module, kv_cache: Quantizer | None, queries: Qu
     for part in model.modules():
         setattr(part, _ATTRIBUTE, formats)
         if hasattr(part, "set_attn_implementation"):
-            part.register_forward_pre_hook(_still_wrapped)
+            part.register_forward_pre_hook(_wrap_current)
 
 
 def restore_attention(model: nn.Module) -> None:
     """Undo `quantize_attention` for a model and all its submodules."""
     for part in model.modules():
         vars(part).pop(_ATTRIBUTE, None)
-        remove_forward_hooks(part, [_still_wrapped])
+        remove_forward_hooks(part, [_wrap_current])
 
 
 def has_quantized_attention(model: nn.Module) -> bool:
@@ -111,8 +111,8 @@ def has_quantized_attention(model: nn.Module) -> bool:
     return _ATTRIBUTE in vars(model)
 
 
-def _still_wrapped(model: nn.Module, _: Any) -> None:
-    """Wrap the current attention function before a forward pass, since the user may have set another one meanwhile.
+def _wrap_current(model: nn.Module, _: Any) -> None:
+    """Wrap the current attention function before a forward pass, since the user may have set another one.
 
     Skipped while compiling, because the check would break the graph.
     """
@@ -128,8 +128,8 @@ def _check(name: str) -> None:
 
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
-            f"attention {name!r} belongs to each model and cannot be wrapped, so that keys, values and queries would "
-            "stay whole; call model.set_attn_implementation('sdpa') first"
+            f"attention {name!r} has no function that can be wrapped, so that keys, values and queries would not be "
+            "quantized; call model.set_attn_implementation('sdpa') first"
         )
 
 

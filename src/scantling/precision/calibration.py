@@ -21,18 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.numerics.torch_private import version_counter
-from scantling.precision.matrices import Matrix
+from scantling.precision.matrices import WeightMatrix
 
 Batch: TypeAlias = Mapping[str, Any] | Tensor | Callable[[nn.Module], Any]
 """Keyword arguments of a model, its only argument, or a function that runs the model on a batch."""
 
 
-_WANTED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids (alone in a tuple or list, too)"
+_ALLOWED = "a mapping of inputs such as {'input_ids': ids}, or a tensor of ids (alone in a tuple or list, too)"
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """Raised inside a forward pass to stop it when the layers of a block have seen their inputs."""
 
 
@@ -44,15 +44,15 @@ class _Pass(NamedTuple):
     last: dict[int, int]
 
     @classmethod
-    def of(cls, calls: list[int]) -> _Pass:
-        last = {key: place for place, key in enumerate(calls)}
-        first = {key: place for place, key in reversed(list(enumerate(calls)))}
+    def from_calls(cls, calls: list[int]) -> _Pass:
+        last = {key: i for i, key in enumerate(calls)}
+        first = {key: i for i, key in reversed(list(enumerate(calls)))}
         return cls(Counter(calls), first, last)
 
-    def after(self, layers: Iterable[int]) -> set[int]:
+    def layers_after(self, layers: Iterable[int]) -> set[int]:
         """Return the layers first called after the last call of the given layers; empty if those are not called."""
         ends = [self.last[key] for key in layers if key in self.last]
-        return {key for key, place in self.first.items() if place > max(ends)} if ends else set()
+        return {key for key, i in self.first.items() if i > max(ends)} if ends else set()
 
 
 class Calibration:
@@ -70,9 +70,9 @@ class Calibration:
         UserError: if there are no batches, a batch is empty or of another type, or the batches call none of the layers.
     """
 
-    def __init__(self, model: nn.Module, matrices: list[Matrix], batches: Iterable[Batch]) -> None:
+    def __init__(self, model: nn.Module, matrices: list[WeightMatrix], batches: Iterable[Batch]) -> None:
         self._model = model
-        self._batches = _checked(batches)
+        self._batches = _check_batches(batches)
         self._matrices = {id(module): matrix for matrix in matrices for module in matrix.modules}
         self._modules = {id(module): module for matrix in matrices for module in matrix.modules}
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -81,15 +81,15 @@ class Calibration:
         self.tokens: dict[str, int] = {}
         self._trace(matrices)
 
-    def blocks(self) -> Iterator[list[Matrix]]:
+    def blocks(self) -> Iterator[list[WeightMatrix]]:
         """Yield the weights of each block, in the order in which the model uses them."""
         names = {id(module): name for name, module in self._model.named_modules()}
-        found: dict[str, list[Matrix]] = {}
+        blocks: dict[str, list[WeightMatrix]] = {}
         for matrix in dict.fromkeys(self._matrices[key] for each in self._passes for key in each.counts):
-            found.setdefault(_block_of(self._model, names[id(matrix.modules[0])]), []).append(matrix)
-        yield from found.values()
+            blocks.setdefault(_block_name(self._model, names[id(matrix.modules[0])]), []).append(matrix)
+        yield from blocks.values()
 
-    def hessians(self, block: list[Matrix]) -> dict[str, Tensor]:
+    def hessians(self, block: list[WeightMatrix]) -> dict[str, Tensor]:
         """Return the mean of x x^T over all inputs x of each weight of a block, by name: (in, in) fp32.
 
         Weights that see no input are left out.
@@ -99,7 +99,7 @@ class Calibration:
         counts: Counter[int] = Counter()
 
         def add(key: int, x: Tensor) -> None:
-            x = x.detach().reshape(-1, x.shape[-1]).float()
+            x = x.detach().reshape(-1, x.shape[-1]).float()  # (tokens, in)
             if key in sums:
                 sums[key].addmm_(x.t(), x)
             else:
@@ -107,32 +107,33 @@ class Calibration:
             counts[key] += len(x)
 
         for batch, traced in zip(self._batches, self._passes, strict=True):
-            after = traced.after(leading)
+            after = traced.layers_after(leading)  # when one of these is called, the block has seen its inputs
 
-            def see(key: int, x: Tensor, after: set[int] = after) -> None:
+            def observe(key: int, x: Tensor, after: set[int] = after) -> None:
                 if key in after:
-                    raise _Enough
+                    raise _StopForward
                 add(key, x)
 
-            self._run(batch, leading | after, see)
-        found: dict[str, Tensor] = {}
+            self._run(batch, leading | after, observe)
+        hessians: dict[str, Tensor] = {}
         for matrix in block:
             keys = [self._leaders[id(module)] for module in matrix.modules]
             tokens = sum(counts[key] for key in keys)
             if tokens == 0:
                 continue
-            found[matrix.name] = torch.stack([sums[key] for key in keys if key in sums]).sum(0) / tokens
+            hessians[matrix.name] = torch.stack([sums[key] for key in keys if key in sums]).sum(0) / tokens
             self.tokens[matrix.name] = tokens
-        return found
+        return hessians
 
-    def _trace(self, matrices: list[Matrix]) -> None:
+    def _trace(self, matrices: list[WeightMatrix]) -> None:
         """Run all batches; record the order in which each calls the layers, and which layers share an input."""
         for batch in self._batches:
             calls: list[int] = []
             inputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by tensor id, unique while it lives
 
-            def see(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
-                version = -1 - len(calls) if x.is_inference() else version_counter(x)  # in-place changes raise it
+            def observe(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
+                # in-place changes raise the version; inference tensors have none, and never count as the same
+                version = -1 - len(calls) if x.is_inference() else version_counter(x)
                 seen, before, leader = inputs.get(id(x), (None, None, key))
                 if seen is None or seen() is not x or before != version:
                     leader = key
@@ -141,73 +142,70 @@ class Calibration:
                     self._leaders[key] = key
                 calls.append(key)
 
-            self._run(batch, self._modules, see)
-            self._passes.append(_Pass.of(calls))
+            self._run(batch, self._modules, observe)
+            self._passes.append(_Pass.from_calls(calls))
         if self._modules and not self._leaders:
             raise UserError(
-                "calibration: the batches put nothing through any of the layers; give batches of what the model reads"
+                "calibration: the batches reach none of the layers to quantize; give batches of the model's inputs"
             )
         for matrix in matrices:
             for module in matrix.modules:
                 key, leader = id(module), self._leaders.get(id(module), id(module))
-                # Sharing one Hessian requires that both layers run at most once, and equally often, in every batch.
+                # sharing one Hessian requires that both layers run at most once, and equally often, in every batch.
                 once = all(each.counts[key] == each.counts[leader] <= 1 for each in self._passes)
                 self._leaders[key] = leader if once else key
 
-    def _run(self, batch: Batch, watched: Iterable[int], see: Callable[[int, Tensor], None]) -> None:
+    def _run(self, batch: Batch, watched: Iterable[int], observe: Callable[[int, Tensor], None]) -> None:
         hooks = []
         for key in watched:
 
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key) -> None:
-                see(key, args[0] if args else next(iter(kwargs.values())))
+                observe(key, args[0] if args else next(iter(kwargs.values())))
 
             hooks.append(self._modules[key].register_forward_pre_hook(hook, with_kwargs=True))
         try:
-            with torch.no_grad(), evaluating(self._model):
-                _put_through(self._model, batch, self._device)
-        except _Enough:
+            with torch.no_grad(), eval_mode(self._model):
+                _run_model(self._model, batch, self._device)
+        except _StopForward:
             pass
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             if "memory" in str(error):
                 raise
             raise UserError(
                 f"calibration: the model does not take a batch of it ({type(error).__name__}: {error}). A batch is "
-                f"{_WANTED}, and ids are below the size of the vocabulary"
+                f"{_ALLOWED}, and ids are below the size of the vocabulary"
             ) from error
         finally:
             for handle in hooks:
                 handle.remove()
 
 
-def _checked(batches: Iterable[Batch | Sequence[Tensor]]) -> list[Batch]:
+def _check_batches(batches: Iterable[Batch | Sequence[Tensor]]) -> list[Batch]:
     if isinstance(batches, str | bytes | Mapping | Tensor) or not isinstance(batches, Iterable):
+        raise UserError(f"calibration must be an iterable of batches, {_ALLOWED}; given a {type(batches).__name__}")
+    unwrapped = [_unwrap(each) for each in batches]
+    if not unwrapped:
         raise UserError(
-            f"calibration is an iterable of batches of the model's inputs: {_WANTED}; given a {type(batches).__name__}"
+            "calibration has no batches; its text may be shorter than one sequence: give more text or shorter sequences"
         )
-    found = [_unwrapped(each) for each in batches]
-    if not found:
-        raise UserError(
-            "calibration gives no batches, as of a text that is shorter than one sequence; take more text or shorter "
-            "sequences"
-        )
-    for batch in found:
+    for batch in unwrapped:
         if not isinstance(batch, Mapping | Tensor) and not callable(batch):
-            raise UserError(
-                f"calibration gives batches of the model's inputs: {_WANTED}; given a {type(batch).__name__}"
-            )
+            raise UserError(f"a batch of calibration must be {_ALLOWED}; given a {type(batch).__name__}")
         tensors = batch.values() if isinstance(batch, Mapping) else [batch]
         if any(isinstance(each, Tensor) and not each.numel() for each in tensors):
-            raise UserError("calibration gives a batch without tokens: its text is shorter than one sequence")
-    return found
+            raise UserError(
+                "a batch of calibration has no tokens; its text may be shorter than one sequence: give more"
+            )
+    return unwrapped
 
 
-def _unwrapped(batch: Any) -> Any:
+def _unwrap(batch: Any) -> Any:
     """Return the tensor of a one-element batch, as a `TensorDataset` gives it; other batches unchanged."""
     is_alone = isinstance(batch, tuple | list) and len(batch) == 1 and isinstance(batch[0], Tensor)
     return batch[0] if is_alone else batch
 
 
-def _put_through(model: nn.Module, batch: Batch, device: torch.device) -> None:
+def _run_model(model: nn.Module, batch: Batch, device: torch.device) -> None:
     if isinstance(batch, Tensor):
         model(batch.to(device))
     elif isinstance(batch, Mapping):
@@ -216,12 +214,12 @@ def _put_through(model: nn.Module, batch: Batch, device: torch.device) -> None:
         batch(model)
 
 
-def _block_of(model: nn.Module, name: str) -> str:
+def _block_name(model: nn.Module, name: str) -> str:
     """Return the name of the block that a layer belongs to."""
     parts = name.split(".")
     module = model
-    for place, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            return ".".join(parts[: place + 1])
+            return ".".join(parts[: i + 1])
         module = module.get_submodule(part) if part else module
     return name

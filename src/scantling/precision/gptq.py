@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.numerics.block_quantizer import split_blocks
 from scantling.precision.quantizer import Encoded, Quantizer
 
 BLOCK = 128
@@ -85,7 +86,7 @@ def gptq(
         todo[end:].addmm_(factor[begin:end, end:].t(), errors, alpha=-1.0)
     whole = codes.t().contiguous() if order is None else codes[order.argsort()].t().contiguous()
     if start.codes.ndim == 3:
-        whole = torch.nn.functional.pad(whole, (0, -columns % size)).view_as(start.codes)
+        whole = split_blocks(whole, size)
     return Encoded(whole, scales.view_as(start.scale), start.shape)
 
 
@@ -114,9 +115,9 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     return factor
 
 
-def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
+def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Return the RMS error of the outputs, relative to their RMS; weights (out, in), Hessian (in, in)."""
     wide = hessian.to(torch.promote_types(weight.dtype, torch.float32))
-    weight, lost = weight.to(wide.dtype), quantised.to(wide.dtype) - weight.to(wide.dtype)
+    weight, lost = weight.to(wide.dtype), quantized.to(wide.dtype) - weight.to(wide.dtype)
     made, whole = (((each @ wide) * each).sum(dtype=torch.float64).clamp(0.0) for each in (lost, weight))
     return float((made / whole).sqrt()) if bool(whole > 0.0) else 0.0

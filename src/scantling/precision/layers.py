@@ -3,7 +3,7 @@
 A layer changes its class in place, which preserves its name, parameters, hooks and tied weights:
 
     nn.Linear       QuantizedLinear        y = qa(x) qw(W)^T + b
-    Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, see `conv1d.py`
+    Conv1D          QuantizedConv1D        y = qa(x) qw(W) + b, the weight of GPT-2's linear layers is (in, out)
     nn.Embedding    QuantizedEmbedding     rows of qw(W); QuantizedEmbeddingBag: their sums or means
     a subclass      RoundedSubclass        its own forward pass on qa(x) and qw(W)
 
@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from scantling.conv1d import made_from_conv1d
+from scantling.conv1d import is_conv1d, is_conv1d_subclass
 from scantling.numerics.torch_private import own_parameters
+from scantling.precision.matmul import Matmul
 from scantling.precision.matrices import as_matrix, from_matrix
-from scantling.precision.products import Multiply
 from scantling.precision.quantizer import Quantizer
 
 
@@ -39,24 +39,24 @@ class LayerFormats:
         weights: format of the weight; granularity `channel` gives one scale per output.
         activations: format of the input; its features are the channels.
         gradients: format of the output gradient in the backward products; its features are the channels.
-        multiply: hardware int8 or fp8 products instead of simulated ones.
+        hardware: int8 or fp8 products of the hardware; None simulates products.
     """
 
     weights: Quantizer | None = None
     activations: Quantizer | None = None
     gradients: Quantizer | None = None
-    multiply: Multiply | None = None
+    hardware: Matmul | None = None
 
     def __str__(self) -> str:
-        """Return the formats as text, as printed with the model."""
+        """Return the formats as they are printed with the model."""
         given = {name: getattr(self, name) for name in ("weights", "activations", "gradients")}
-        given |= {"compute": None if self.multiply is None else self.multiply.name}
+        given |= {"compute": None if self.hardware is None else self.hardware.name}
         return ", ".join(f"{name}={each}" for name, each in given.items() if each is not None)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return y = x W^T + bias in these formats: (..., in) by (out, in) to (..., out)."""
-        if self.multiply is not None and self.activations is not None and self.weights is not None:
-            y = self.multiply(
+        if self.hardware is not None and self.activations is not None and self.weights is not None:
+            y = self.hardware(
                 x, weight.t(), activations=self.activations, weights=self.weights, gradients=self.gradients
             )
             return y if bias is None else y + bias.to(y.dtype)
@@ -74,51 +74,51 @@ class LayerFormats:
         blocks of several cores and intermediate results use the widest format of the hardware product, since the
         layer's formats would lose more there.
         """
-        if self.multiply is None:
+        if self.hardware is None:
             return None
-        by_row = self.multiply.by_row
+        by_row = self.hardware.by_row
         gradients = None if self.gradients is None else by_row
-        return partial(self.multiply, activations=by_row, weights=self.multiply.by_column, gradients=gradients)
+        return partial(self.hardware, activations=by_row, weights=self.hardware.by_column, gradients=gradients)
 
     def input(self, x: Tensor) -> Tensor:
-        """Round the input of a layer."""
+        """Quantize the input of a layer."""
         return x if self.activations is None else self.activations(x, axis=-1)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Round the weight of a layer, (out, in)."""
+        """Quantize the weight of a layer, (out, in)."""
         return weight if self.weights is None else self.weights(weight, axis=0)
 
     def core(self, core: Tensor) -> Tensor:
-        """Round a core (r, modes..., r') of a TT layer, as the matrix (r modes..., r')."""
+        """Quantize a core (r, modes..., r') of a TT layer, as the matrix (r modes..., r')."""
         if self.weights is None:
             return core
         return from_matrix(self.matrix(as_matrix(core, channels_last=True)), core.shape, channels_last=True)
 
     def output(self, y: Tensor) -> Tensor:
-        """Return the output of a layer; its gradient is rounded in the backward pass."""
+        """Quantize the gradient of a layer's output in the backward pass; the output itself does not change."""
         if self.gradients is None or not y.requires_grad:
             return y
         return _RoundedGradient.apply(y, self.gradients)  # type: ignore[no-any-return,no-untyped-call]
 
     def rows(
-        self, table: Tensor, indices: Tensor, found: Tensor, padding_idx: int | None, scale_grad_by_freq: bool
+        self, table: Tensor, indices: Tensor, looked_up: Tensor, padding_idx: int | None, scale_grad_by_freq: bool
     ) -> Tensor:
-        """Return looked-up rows of a table, with the values they have when the whole table is quantized.
+        """Quantize the looked-up rows of a table, to the values that they have when the whole table is quantized.
 
         Args:
             table: (num_embeddings, embedding_dim).
             indices: indices of the rows.
-            found: the rows before rounding, (..., embedding_dim).
+            looked_up: the rows before rounding, (..., embedding_dim).
             padding_idx: index of the row that receives no gradient.
             scale_grad_by_freq: True to divide the gradient of a row by the number of its lookups.
         """
         if self.weights is None:
-            return found
+            return looked_up
         if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # one scale spans all rows
             whole = self.matrix(table)
             return nn.functional.embedding(indices, whole, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-        by_row = self.weights if self.weights.granularity == "group" else self.weights.by("token")
-        return by_row(found)
+        by_row = self.weights if self.weights.granularity == "group" else self.weights.with_granularity("token")
+        return by_row(looked_up)
 
 
 class RoundedWeight:
@@ -143,8 +143,8 @@ class RoundedWeight:
 
     def master_weight(self) -> Tensor:
         """Return the weight that is trained, not rounded."""
-        found = own_parameters(self).get("weight")  # type: ignore[arg-type]
-        return vars(self)["weight"] if found is None else found
+        parameter = own_parameters(self).get("weight")  # type: ignore[arg-type]
+        return vars(self)["weight"] if parameter is None else parameter
 
     def rounded_weight(self) -> Tensor:
         """Return the rounded weight that the layer computes with."""
@@ -154,7 +154,7 @@ class RoundedWeight:
         return f"{super().extra_repr()}, {self.formats}"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _made_again, (self.plain,), vars(self)  # dynamically created classes cannot be pickled by name
+        return _rebuild, (self.plain,), vars(self)  # dynamically created classes cannot be pickled by name
 
 
 class QuantizedLinear(RoundedWeight, nn.Linear):
@@ -173,10 +173,10 @@ class QuantizedEmbedding(RoundedWeight, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         table = self.master_weight()
-        found = nn.functional.embedding(
+        looked_up = nn.functional.embedding(
             input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
-        return self.formats.rows(table, input, found, self.padding_idx, self.scale_grad_by_freq)
+        return self.formats.rows(table, input, looked_up, self.padding_idx, self.scale_grad_by_freq)
 
 
 class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
@@ -206,7 +206,7 @@ class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
 class RoundedSubclass(RoundedWeight):
     """Low-precision layer of a subclass with a custom forward pass: input and weight are rounded.
 
-    Products are simulated, since only the subclass knows what it multiplies.
+    Products are simulated, since the forward pass of the subclass is not ours to change.
     """
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +214,29 @@ class RoundedSubclass(RoundedWeight):
         with in_forward(self):
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return self.formats.output(y) if isinstance(y, Tensor) else y
+
+
+class _RoundedConv1D(RoundedWeight):
+    """Mixin of layers whose weight is (in, out), for the Conv1D of transformers."""
+
+    def rounded_weight(self) -> Tensor:
+        return self.formats.matrix(self.master_weight().t()).t()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.formats})"
+
+
+class QuantizedConv1D(_RoundedConv1D):
+    """Low-precision `Conv1D`; `quantized_class` combines it with the class of transformers, which is not imported."""
+
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formats.product(x, self.master_weight().t(), self.bias)
+
+
+class RoundedConv1DSubclass(_RoundedConv1D, RoundedSubclass):
+    """Low-precision subclass of `Conv1D` with a custom forward pass."""
 
 
 _CLASSES: dict[type, type] = {each.plain: each for each in (QuantizedLinear, QuantizedEmbedding, QuantizedEmbeddingBag)}
@@ -226,38 +249,36 @@ def quantized_class(plain: type) -> type:
     Args:
         plain: `nn.Linear`, `nn.Embedding`, `nn.EmbeddingBag`, the Conv1D of transformers, or a subclass.
     """
-    if made_from_conv1d(plain):
-        from scantling.precision.conv1d import QuantizedConv1D, RoundedConv1DSubclass
-
-        if plain is QuantizedConv1D.plain:
-            return QuantizedConv1D
-        return type(f"Quantized{plain.__name__}", (RoundedConv1DSubclass, plain), {"plain": plain})
-    base = next(each for each in _CLASSES if issubclass(plain, each))
-    if plain.forward is base.forward:  # type: ignore[attr-defined]
-        known = _CLASSES[base]
-        return known if plain is base else type(f"Quantized{plain.__name__}", (known, plain), {"plain": plain})
-    return type(f"Quantized{plain.__name__}", (RoundedSubclass, plain), {"plain": plain})
+    if plain in _CLASSES:
+        return _CLASSES[plain]
+    if is_conv1d_subclass(plain):
+        mixin: type = QuantizedConv1D if is_conv1d(plain) else RoundedConv1DSubclass
+    else:
+        base = next(each for each in _CLASSES if issubclass(plain, each))
+        # a subclass that inherits its forward pass computes what the base class computes
+        mixin = _CLASSES[base] if plain.forward is base.forward else RoundedSubclass  # type: ignore[attr-defined]
+    return type(f"Quantized{plain.__name__}", (mixin, plain), {"plain": plain})
 
 
-def _made_again(plain: type) -> Any:
+def _rebuild(plain: type) -> Any:
     """Return an empty layer, for copies and pickles."""
     kind: Any = quantized_class(plain)
     return kind.__new__(kind)
 
 
-_forward = threading.local()
+_thread = threading.local()
 
 
-def _active() -> weakref.WeakSet[Any]:
+def _active_modules() -> weakref.WeakSet[Any]:
     """Return the modules whose forward passes are running in this thread."""
-    if not hasattr(_forward, "modules"):
-        _forward.modules = weakref.WeakSet()
-    return _forward.modules  # type: ignore[no-any-return]
+    if not hasattr(_thread, "modules"):
+        _thread.modules = weakref.WeakSet()
+    return _thread.modules  # type: ignore[no-any-return]
 
 
 def _in_forward() -> bool:
     """True during a forward pass of a module that contains a quantized layer, and while compiling."""
-    return torch.compiler.is_compiling() or bool(_active())
+    return torch.compiler.is_compiling() or bool(_active_modules())
 
 
 @contextmanager
@@ -273,13 +294,13 @@ def in_forward(module: Any) -> Iterator[None]:
 def enter_forward(module: Any, *_: Any) -> None:
     """Mark the start of a forward pass (a forward pre-hook)."""
     if not torch.compiler.is_compiling():
-        _active().add(module)
+        _active_modules().add(module)
 
 
 def leave_forward(module: Any, *_: Any) -> None:
     """Mark the end of a forward pass (a forward hook)."""
     if not torch.compiler.is_compiling():
-        _active().discard(module)
+        _active_modules().discard(module)
 
 
 class _RoundedGradient(torch.autograd.Function):

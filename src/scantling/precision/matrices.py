@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scantling.conv1d import made_from_conv1d
+from scantling.conv1d import is_conv1d_subclass
 from scantling.errors import UserError
 from scantling.groups import output_layers
 from scantling.numerics.torch_private import own_parameters
@@ -27,13 +27,13 @@ from scantling.precision.quantizer import in_dtype
 logger = logging.getLogger(__name__)
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
-_WHOLE_SHARE = 0.1
-"""Largest share of a model's matrix parameters that may stay unquantized without a warning."""
+_MAX_UNQUANTIZED = 0.1
+"""Maximum share of a model's matrix parameters that may stay unquantized without a warning."""
 
 
 @dataclass(eq=False)
-class Matrix:
-    """One weight.
+class WeightMatrix:
+    """One weight of a model, read and written as a matrix.
 
     Attributes:
         name: name of the parameter in the model.
@@ -76,7 +76,7 @@ def check_module(model: Any, caller: str) -> None:
         raise UserError(f"{caller} takes a model, a torch.nn.Module; given {model!r}")
 
 
-def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Matrix]:
+def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[WeightMatrix]:
     """Return the weights to quantize, each once, in the order of the model.
 
     Args:
@@ -86,16 +86,16 @@ def find_matrices(model: nn.Module, filter_fn: Filter | None = None) -> list[Mat
     Raises:
         UserError: if there are none, or if weights are sharded, on the meta device, or hold NaN or Inf.
     """
-    found: dict[int, Matrix] = {}
+    matrices: dict[int, WeightMatrix] = {}  # by parameter id, so that a tied weight counts once
     for name, module in find_layers(model, filter_fn).items():
         for parameter_name, parameter, channels_last in _weights(name, module):
-            found.setdefault(id(parameter), Matrix(parameter_name, parameter, channels_last))
-    if not found:
-        raise UserError(_nothing(model, filter_fn))
-    _note_uses(model, found)
-    for matrix in found.values():
+            matrices.setdefault(id(parameter), WeightMatrix(parameter_name, parameter, channels_last))
+    if not matrices:
+        raise UserError(_no_layers_message(model, filter_fn))
+    _record_uses(model, matrices)
+    for matrix in matrices.values():
         _check(matrix)
-    return list(found.values())
+    return list(matrices.values())
 
 
 def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, nn.Module]:
@@ -111,13 +111,13 @@ def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, 
             embeddings inside a model, the layers that `get_output_embeddings()` returns, and linear layers that share
             a weight with these.
     """
-    takes = _taker(model, filter_fn)
+    takes = _filter_or_default(model, filter_fn)
     layers = {name: module for name, module in model.named_modules() if _has_weights(module)}
     chosen = {name: module for name, module in layers.items() if takes(name, module)}
     if filter_fn is None:
         others = (module for name, module in layers.items() if name not in chosen)
         left_alone = {id(weight) for module in others for _, weight, _ in _weights("", module)}
-        chosen = {name: each for name, each in chosen.items() if not _holds(each, left_alone)}
+        chosen = {name: each for name, each in chosen.items() if not _has_any_weight(each, left_alone)}
     return chosen
 
 
@@ -125,30 +125,30 @@ def sharing_layers(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Mod
     """Return further layers that hold a weight of the chosen ones, such as the embedding of a tied head."""
     taken = {id(module): module for module in chosen}
     weights = {id(weight) for module in taken.values() for _, weight, _ in _weights("", module)}
-    return [module for module in model.modules() if id(module) not in taken and _holds(module, weights)]
+    return [module for module in model.modules() if id(module) not in taken and _has_any_weight(module, weights)]
 
 
-def warn_of_the_rest(model: nn.Module, taken: Iterable[Tensor], what: str) -> None:
-    """Log a warning if more than 10 % of a model's matrix parameters are in layers that cannot be quantized.
+def warn_about_unquantized(model: nn.Module, taken: Iterable[Tensor], caller: str) -> None:
+    """Log a warning if more than 10 % of a model's matrix parameters are in layers of unknown types.
 
     Args:
         model: any module.
         taken: the weights that are quantized.
-        what: name of the caller, for the message.
+        caller: name of the calling function, for the message.
     """
     chosen = {id(parameter): parameter.numel() for parameter in taken}
     left_alone = [*output_layers(model), *(module for module in model.modules() if is_table(module))]
     known = {id(parameter) for module in left_alone for parameter in module.parameters()} | set(chosen)
     rest = {name: each.numel() for name, each in model.named_parameters() if each.ndim > 1 and id(each) not in known}
-    whole = sum(rest.values())
-    if whole > _WHOLE_SHARE * (sum(chosen.values()) + whole):
+    unquantized = sum(rest.values())
+    if unquantized > _MAX_UNQUANTIZED * (sum(chosen.values()) + unquantized):
         logger.warning(
-            "%s: %.0f %% of the numbers in matrices stay whole, those of layers that are not known: %s",
-            *(what, 100.0 * whole / (sum(chosen.values()) + whole), ", ".join(list(rest)[:3])),
+            "%s: %.0f %% of the matrix parameters stay unquantized, since their layers are of unknown types: %s",
+            *(caller, 100.0 * unquantized / (sum(chosen.values()) + unquantized), ", ".join(list(rest)[:3])),
         )
 
 
-def _taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
+def _filter_or_default(model: nn.Module, filter_fn: Filter | None) -> Filter:
     """Return the filter. Default: all layers except tables inside a model and the output embeddings.
 
     Raises:
@@ -164,63 +164,61 @@ def _taker(model: nn.Module, filter_fn: Filter | None) -> Filter:
 
 def is_table(module: nn.Module) -> bool:
     """True if a layer looks up rows: an embedding, dense or TT."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
-        is_of_cores(module) and not hasattr(module, "in_features")
-    )
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or (is_tt(module) and not hasattr(module, "in_features"))
 
 
-def is_of_cores(module: nn.Module) -> bool:
+def is_tt(module: nn.Module) -> bool:
     """True for a TT layer, whose weight is a chain of cores made by `sc.tensorize`."""
     return isinstance(getattr(module, "cores", None), nn.ParameterList) and hasattr(module, "parameter_roles")
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return is_of_cores(module) or any(True for _ in _weights("", module))
+    return is_tt(module) or any(True for _ in _weights("", module))
 
 
-def _holds(module: nn.Module, weights: set[int]) -> bool:
+def _has_any_weight(module: nn.Module, weights: set[int]) -> bool:
     return any(id(weight) in weights for _, weight, _ in _weights("", module))
 
 
 def _weights(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield (name, parameter, channels_last) for each weight of a layer that can be quantized."""
     prefix = f"{name}." if name else ""
-    if is_of_cores(module):
-        for place, core in enumerate(module.get_submodule("cores").parameters()):
+    if is_tt(module):
+        for i, core in enumerate(module.get_submodule("cores").parameters()):
             if core.numel():  # empty after all ranks of a bond were removed
-                yield f"{prefix}cores.{place}", core, True
-    elif made_from_conv1d(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
+                yield f"{prefix}cores.{i}", core, True
+    elif is_conv1d_subclass(type(module)) or isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag):
         weight = own_parameters(module).get("weight")  # missing if `weight_norm` or similar computes it
         if weight is not None and weight.is_floating_point() and not is_lazy(weight):
-            yield f"{prefix}weight", weight, made_from_conv1d(type(module))
+            yield f"{prefix}weight", weight, is_conv1d_subclass(type(module))
 
 
-def _note_uses(model: nn.Module, found: dict[int, Matrix]) -> None:
+def _record_uses(model: nn.Module, matrices: dict[int, WeightMatrix]) -> None:
     """Record all names of each parameter and the layers that multiply by it; no layers if any layer looks it up."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in found:
-            found[id(parameter)].names.append(name)
+        if id(parameter) in matrices:
+            matrices[id(parameter)].names.append(name)
     looked_up = set()
     for name, module in model.named_modules():
         for _, parameter, _ in _weights(name, module):
-            if id(parameter) in found and (is_table(module) or is_of_cores(module)):
+            if id(parameter) in matrices and (is_table(module) or is_tt(module)):
                 looked_up.add(id(parameter))
-            elif id(parameter) in found:
-                found[id(parameter)].modules.append(module)
+            elif id(parameter) in matrices:
+                matrices[id(parameter)].modules.append(module)
     for key in looked_up:
-        found[key].modules.clear()
+        matrices[key].modules.clear()
 
 
-def _check(matrix: Matrix) -> None:
+def _check(matrix: WeightMatrix) -> None:
     data = matrix.parameter.data
     if type(data) is not Tensor or data.is_meta:
         kind = "on the meta device" if data.is_meta else f"a {type(data).__name__}"
-        raise UserError(f"{matrix.name} is {kind}; quantise a model whose weights are whole and loaded")
+        raise UserError(f"{matrix.name} is {kind}; quantize the model after its weights are loaded and before sharding")
     if not bool(torch.isfinite(data).all()):
-        raise UserError(f"{matrix.name} holds NaN or Inf; there is nothing to quantise")
+        raise UserError(f"{matrix.name} holds NaN or Inf and cannot be quantized; load another checkpoint")
 
 
-def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:
+def _no_layers_message(model: nn.Module, filter_fn: Filter | None) -> str:
     if filter_fn is None:
-        return f"{type(model).__name__} has no linear layers beside its output layer; choose layers with filter_fn"
-    return f"filter_fn takes no layer of {type(model).__name__}; layers to choose from are linear, embeddings, of cores"
+        return f"{type(model).__name__} has no linear layers except its output layer; choose layers with filter_fn"
+    return f"filter_fn takes no layer of {type(model).__name__}; it can take linear layers, embeddings and TT layers"

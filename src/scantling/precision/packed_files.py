@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 INDEX, TENSORS = "quantized.json", "quantized.safetensors"
 FORMAT = 1
-_FEW = 256
+_MAX_SHARED_SCALES = 256
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class SavedBytes:
     Attributes:
         written: bytes of the tensor file and of the index that says how to unpack it.
         plain: bytes of the files that transformers wrote, before packing.
-        num_numbers: number of elements in these files.
+        num_elements: number of elements in these files.
     """
 
     written: int
     plain: int
-    num_numbers: int
+    num_elements: int
 
 
 def save_quantized(
@@ -88,9 +88,9 @@ def save_quantized(
     folder = Path(folder)
     weights = quantized_weights(model)
     if not weights:
-        raise UserError("the model holds no quantised weights; call scantling.quantize_weights first")
+        raise UserError("the model has no quantized weights; call scantling.quantize_weights first")
     if not hasattr(model, "save_pretrained"):
-        raise UserError(f"{type(model).__name__} has no save_pretrained; only models of transformers are saved packed")
+        raise UserError(f"{type(model).__name__} has no save_pretrained; give a model of transformers")
     check_is_free(folder)
     with written_aside(folder) as aside:
         model.save_pretrained(aside)
@@ -103,17 +103,17 @@ def save_quantized(
 
 def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) -> SavedBytes:
     """Replace the files that `save_pretrained` wrote by one packed file."""
-    known = _by_all_names(model, weights)
+    known = _weights_by_name(model, weights)
     tensors: dict[str, Tensor] = {}
-    whole: dict[str, Tensor] = {}
+    unpacked: dict[str, Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
     plain = _plain_bytes(folder)
     written = sorted(folder.glob("*.safetensors"))
     done: set[int] = set()
 
     def pack(name: str, tensor: Tensor, weight: QuantizedWeight) -> None:
-        index[name] = _described(tensor, weight)
-        parts = _packed(name, weight)
+        index[name] = _index_entry(tensor, weight)
+        parts = _packed_tensors(name, weight)
         if id(weight) in done:  # tied under both names; safetensors rejects a shared tensor
             parts = {key: part.clone() for key, part in parts.items()}
         tensors.update(parts)
@@ -123,19 +123,19 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor, weight = file.get_tensor(name), known.get(name)
-                if weight is not None and _is_what_it_stands_for(tensor, weight):
+                if weight is not None and _matches(tensor, weight):
                     pack(name, tensor, weight)
                 else:
-                    whole[name] = tensor
+                    unpacked[name] = tensor
     for weight in weights.values():  # transformers renames some parameters in files
         if id(weight) not in done:
-            alike = (name for name, tensor in whole.items() if _is_what_it_stands_for(tensor, weight))
-            if name := next(alike, None):  # equal tensors each get their own weight
-                pack(name, whole.pop(name), weight)
-    tensors.update(whole)
+            matching = (name for name, tensor in unpacked.items() if _matches(tensor, weight))
+            if name := next(matching, None):  # equal tensors each get their own weight
+                pack(name, unpacked.pop(name), weight)
+    tensors.update(unpacked)
     if left := [name for name, weight in weights.items() if id(weight) not in done]:
         logger.warning(
-            "%d of %d quantised weights have another shape in files, where they are not packed: %s",
+            "%d of %d quantized weights are not packed, since transformers writes them in another shape: %s",
             *(len(left), len(weights), ", ".join(left[:3])),
         )
     for path in [*written, folder / "model.safetensors.index.json"]:
@@ -148,22 +148,22 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
 
 def _plain_bytes(folder: Path) -> SavedBytes:
     """Return the size of the files that `save_pretrained` wrote."""
-    size = numbers = 0
+    size = num_elements = 0
     for path in folder.glob("*.safetensors"):
         size += path.stat().st_size
         with safe_open(path, "pt") as file:
-            numbers += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
-    return SavedBytes(size, size, numbers)
+            num_elements += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    return SavedBytes(size, size, num_elements)
 
 
-def _by_all_names(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
+def _weights_by_name(model: Any, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
     """Return the quantized weights by every name of their parameters, including tied names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_parameter = {id(parameters[name]): weight for name, weight in weights.items()}
     return {name: by_parameter[id(each)] for name, each in parameters.items() if id(each) in by_parameter}
 
 
-def _is_what_it_stands_for(tensor: Tensor, weight: QuantizedWeight) -> bool:
+def _matches(tensor: Tensor, weight: QuantizedWeight) -> bool:
     """True if a tensor in the file holds this weight; transformers renames or reshapes some parameters in files."""
     rows, columns = weight.packed.shape
     if tensor.numel() != rows * columns or tensor.ndim < 2 or not tensor.is_floating_point():
@@ -173,7 +173,7 @@ def _is_what_it_stands_for(tensor: Tensor, weight: QuantizedWeight) -> bool:
     )
 
 
-def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
+def _index_entry(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
     packed = weight.packed
     return {
         "format": packed.format,
@@ -190,14 +190,14 @@ def _described(tensor: Tensor, weight: QuantizedWeight) -> dict[str, Any]:
     }
 
 
-def _packed(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+def _packed_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors that replace a weight in the file."""
     scale = weight.packed.scale
-    found = {f"{name}.patterns": weight.packed.patterns}
-    different, numbers = scale.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-    if len(different) <= _FEW and scale.numel() > 2 * _FEW:
-        return found | {f"{name}.scale": numbers.to(torch.uint8), f"{name}.scales": different}
-    return found | {f"{name}.scale": scale.contiguous()}
+    tensors = {f"{name}.patterns": weight.packed.patterns}
+    distinct, indices = scale.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    if len(distinct) <= _MAX_SHARED_SCALES and scale.numel() > 2 * _MAX_SHARED_SCALES:  # one-byte indices pay off
+        return tensors | {f"{name}.scale": indices.to(torch.uint8), f"{name}.scales": distinct}
+    return tensors | {f"{name}.scale": scale.contiguous()}
 
 
 def is_quantized_folder(folder: str | Path) -> bool:
@@ -219,10 +219,9 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
     content = read_json_object(path)
     version, index = content.get("format"), content.get("tensors")
     if isinstance(version, int) and version > FORMAT:
-        raise UserError(f"cannot load {path}: it was written by a newer scantling, in format {version}; upgrade")
+        raise UserError(f"cannot load {path}: a newer scantling wrote it, in format {version}; upgrade scantling")
     if version != FORMAT or not isinstance(index, dict):
-        raise UserError(f"cannot load {path}: it is damaged (no format and tensors)")
-    found: dict[str, Tensor] = {}
+        raise UserError(f"cannot load {path}: it is damaged, without the keys format and tensors; copy it again")
     scales: dict[str, tuple[Tensor, Tensor]] = {}
     with blaming(f"{folder / TENSORS}, as it is damaged or does not fit {INDEX}"):
         if (folder / TENSORS).exists() and not (folder / TENSORS).is_file():
@@ -230,7 +229,7 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
         with safe_open(folder / TENSORS, "pt") as file:
             names = set(file.keys())
             parts = {f"{name}.{part}" for name in index for part in ("patterns", "scale", "scales")}
-            found = {name: file.get_tensor(name) for name in sorted(names - parts)}
+            tensors = {name: file.get_tensor(name) for name in sorted(names - parts)}
             for name in index:
                 scale = file.get_tensor(f"{name}.scale")
                 if f"{name}.scales" in names:
@@ -238,15 +237,15 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
                 scales[name] = file.get_tensor(f"{name}.patterns"), scale
     for name, entry in index.items():
         with blaming(f"{path}, as {name} in it is damaged or does not fit {TENSORS}"):
-            found[name] = _unpacked(entry, *scales.pop(name))
-    return found
+            tensors[name] = _unpack(entry, *scales.pop(name))
+    return tensors
 
 
-def _unpacked(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
+def _unpack(entry: dict[str, Any], patterns: Tensor, scale: Tensor) -> Tensor:
     rows, columns = entry["matrix"]
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"there is no dtype {entry['dtype']!r} of weights")
+        raise UserError(f"the dtype of weights must be a float dtype of torch; given {entry['dtype']!r}")
     packed = PackedMatrix(
         entry["format"], (rows, columns), entry["group_size"], patterns, scale.view(entry["scale_shape"])
     )

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.numerics.bits import pack, unpack
+from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import Format, IntFormat, parse_format
 from scantling.precision.quantizer import Encoded, Quantizer
 
 
-def values_of(format: Format) -> Tensor:
-    """Return the value of each bit pattern, (2^bits) fp32; NaN for unused patterns."""
+def format_values(format: Format) -> Tensor:
+    """Return the value of each bit pattern of a format, (2^bits) fp32; NaN for unused patterns."""
     if isinstance(format, IntFormat):
         half = 2 ** (format.bits - 1)
         return torch.arange(-half, half).float()
@@ -30,22 +31,22 @@ def values_of(format: Format) -> Tensor:
 def to_patterns(values: Tensor, format: Format) -> Tensor:
     """Return the bit pattern of each value: any shape of values of the format, to int32."""
     if isinstance(format, IntFormat):
-        whole: Tensor = values.to(torch.int32) + 2 ** (format.bits - 1)
-        return whole
+        patterns: Tensor = values.to(torch.int32) + 2 ** (format.bits - 1)
+        return patterns
     magnitudes = _magnitudes(format).nan_to_num(torch.inf).to(values)
-    places: Tensor = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
-    return places + (values < 0) * len(magnitudes)
+    indices: Tensor = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
+    return indices + (values < 0) * len(magnitudes)  # the sign bit is the highest
 
 
 def _magnitudes(format: Format) -> Tensor:
     """Return the nonnegative values of a float format, ordered by exponent and mantissa bits."""
     assert not isinstance(format, IntFormat)
-    whole, bias = 2**format.mantissa, 2 ** (format.exponent - 1) - 1
+    steps, bias = 2**format.mantissa, 2 ** (format.exponent - 1) - 1  # steps between two powers of 2
     pattern = torch.arange(2 ** (format.bits - 1), dtype=torch.float64)
-    exponent, fraction = pattern // whole, pattern % whole
-    digits = torch.where(exponent > 0, whole + fraction, fraction)
-    found: Tensor = torch.ldexp(digits, exponent.clamp(1) - bias - format.mantissa)
-    return found.where(found <= format.largest, torch.nan).float()
+    exponent, fraction = pattern // steps, pattern % steps
+    digits = torch.where(exponent > 0, steps + fraction, fraction)  # exponent 0: subnormal values
+    values: Tensor = torch.ldexp(digits, exponent.clamp(1) - bias - format.mantissa)
+    return values.where(values <= format.largest, torch.nan).float()
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class PackedMatrix:
     scale: Tensor
 
     @classmethod
-    def of(cls, encoded: Encoded, quantizer: Quantizer) -> PackedMatrix:
+    def from_encoded(cls, encoded: Encoded, quantizer: Quantizer) -> PackedMatrix:
         """Pack the output of a quantizer for a matrix."""
         rows, columns = encoded.shape
-        codes = encoded.codes if encoded.codes.ndim == 2 else encoded.codes.flatten(-2)[:, :columns]
+        codes = encoded.codes if encoded.codes.ndim == 2 else join_blocks(encoded.codes, columns)
         patterns = pack(to_patterns(codes, quantizer.format).flatten(), quantizer.format.bits)
         group_size = quantizer.group_size if quantizer.granularity == "group" else None
         return cls(quantizer.format.name, (rows, columns), group_size, patterns.cpu(), encoded.scale.cpu())
@@ -86,12 +87,11 @@ class PackedMatrix:
         groups = None if self.group_size is None else -(-columns // self.group_size)
         allowed = [(1, 1), (rows, 1)] if groups is None else [(rows, groups, 1)]
         if tuple(self.scale.shape) not in allowed or not self.scale.is_floating_point():
-            raise UserError(f"{rows} x {columns} numbers have scales of shape {tuple(self.scale.shape)}: damaged")
+            raise UserError(f"scales of shape {tuple(self.scale.shape)} do not fit a {rows} x {columns} matrix")
         patterns = unpack(self.patterns, rows * columns, format.bits).view(rows, columns)
-        codes = values_of(format).to(self.scale.dtype)[patterns]
+        codes = format_values(format).to(self.scale.dtype)[patterns]
         if self.group_size is not None:
-            width = min(self.group_size, columns)  # a damaged file may hold a huge group size
-            codes = torch.nn.functional.pad(codes, (0, -columns % width)).view(rows, -1, width)
+            codes = split_blocks(codes, min(self.group_size, columns))  # a damaged file may hold a huge group size
         return Encoded(codes, self.scale, torch.Size(self.shape)).decode()
 
     @property

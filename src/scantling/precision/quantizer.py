@@ -1,6 +1,6 @@
 """Quantizers: scale values to a format, round them, and scale them back.
 
-    s = max|x| / largest,    q(x) = s * round(x / s)
+    s = max|x| / largest,    q(x) = s round(x / s)
 
 with one s per tensor, channel, token, or group of neighbors (Kumar et al., "Scaling Laws for Precision", arXiv
 2411.04330, section 2 and appendix D.1, which writes 1/s for our s). 16-bit floats have their own dtypes and are not
@@ -29,20 +29,21 @@ import torch
 from torch import Tensor
 
 from scantling.errors import UserError, hinted
+from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Scales: TypeAlias = Literal["fp32", "power2", "fp8", "fp8_token"]
 
-_RATIOS = tuple(0.8**power for power in range(25))
+_COARSE_RATIOS = tuple(0.8**power for power in range(25))
 """Shares of the largest magnitude, from 1 to 0.005, that `clip="mse"` tries first as clipping points."""
-_NEARER = tuple(0.8 ** (power / 4) for power in (-3, -2, -1, 1, 2, 3))
+_FINE_RATIOS = tuple(0.8 ** (power / 4) for power in (-3, -2, -1, 1, 2, 3))
 """Factors on the best first share, tried in a second, finer search."""
 MX_GROUP, NV_GROUP = 32, 16
 _BLOCK_FORMATS = ("mxfp4_e2m1", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 
 
-_PLAIN = {"granularity": "tensor", "group_size": None, "rounding": "nearest", "clip": "absmax"}
+_DEFAULTS = {"granularity": "tensor", "group_size": None, "rounding": "nearest", "clip": "absmax"}
 """Default settings of `fake_quantize`."""
 
 
@@ -62,9 +63,7 @@ class Encoded(NamedTuple):
     def decode(self) -> Tensor:
         """Return the dequantized values in the original shape."""
         values = self.codes * self.scale
-        if values.shape == self.shape:
-            return values
-        return values.flatten(-2)[..., : self.shape[-1]]
+        return values if values.shape == self.shape else join_blocks(values, self.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,12 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
-            raise UserError(
-                f"a Quantizer takes a Format; Quantizer.of('int4') makes one from a name; given {self.format!r}"
-            )
+            raise UserError(f"format must be a Format; given {self.format!r}. Quantizer.from_spec('int4') takes a name")
         for name, kinds in (("granularity", Granularity), ("rounding", Rounding), ("clip", Clip), ("scales", Scales)):
             _check_choice(name, getattr(self, name), get_args(kinds))
         if (self.group_size is None) == (self.granularity == "group"):
             raise UserError(
-                f"group_size belongs to granularity='group'; given granularity={self.granularity!r} and "
+                f"group_size and granularity='group' come together; given granularity={self.granularity!r} and "
                 f"group_size={self.group_size!r}"
             )
         size = self.group_size
@@ -113,17 +110,17 @@ class Quantizer:
                 raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
             object.__setattr__(self, "group_size", index(size))  # JSON cannot write NumPy integers
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
-            raise UserError(f"scales={self.scales!r} are of groups and of absmax; given {self}")
+            raise UserError(f"scales={self.scales!r} need granularity='group' and clip='absmax'; given {self}")
 
     @classmethod
-    def of(cls, given: Quantizer | str | Mapping[str, Any], granularity: Granularity = "tensor") -> Quantizer:
+    def from_spec(cls, given: Quantizer | str | Mapping[str, Any], granularity: Granularity = "tensor") -> Quantizer:
         """Return the quantizer for a user's specification.
 
         Args:
             given: a quantizer; the name of a format or block format (`mxfp4_e2m1`, `nvfp4`); or the arguments of a
                 quantizer with the format by name, such as {"format": "int8", "granularity": "token"}. With `nvfp4`,
                 granularity `tensor` or `token` says which part shares the fp32 scale.
-            granularity: default granularity.
+            granularity: granularity if `given` says none.
 
         Raises:
             UserError: if the specification is invalid.
@@ -131,10 +128,10 @@ class Quantizer:
         if isinstance(given, Quantizer):
             return given
         if isinstance(given, str):
-            return cls._named(given, granularity)
+            return cls._from_name(given, granularity)
         if not isinstance(given, Mapping) or "format" not in given:
             raise UserError(
-                f"give a format by name, or a mapping with the key 'format', or a Quantizer; given {given!r}"
+                f"a format must be a name, a mapping with the key 'format', or a Quantizer; given {given!r}"
             )
         known = tuple(cls.__dataclass_fields__)
         for key in given:
@@ -144,15 +141,15 @@ class Quantizer:
             rest.setdefault("granularity", "group")
         if given["format"] == "nvfp4" and rest.get("granularity") in ("tensor", "token"):
             granularity = rest.pop("granularity")
-        named = cls._named(given["format"], granularity)
+        named = cls._from_name(given["format"], granularity)
         for key in ("granularity", "group_size", "scales") if named.scales != "fp32" else ():  # a block format
             own = getattr(named, key)
             if rest.get(key, own) != own:
-                raise UserError(f"{given['format']} has {key}={own!r}; given {rest[key]!r}")
-        return named.but(**rest)
+                raise UserError(f"{given['format']} fixes {key}={own!r}; given {rest[key]!r}")
+        return named.replace(**rest)
 
     @classmethod
-    def _named(cls, name: str, granularity: Granularity) -> Quantizer:
+    def _from_name(cls, name: str, granularity: Granularity) -> Quantizer:
         if name == "nvfp4":
             scales: Scales = "fp8_token" if granularity == "token" else "fp8"
             return cls(FloatFormat(2, 1), "group", NV_GROUP, scales=scales)
@@ -160,24 +157,23 @@ class Quantizer:
             try:
                 return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
             except UserError:
-                text = f"a block format is mx and a format, such as {_BLOCK_FORMATS[0]}, or nvfp4; given {name!r}"
+                text = f"a block format must be nvfp4 or mx with a format, such as {_BLOCK_FORMATS[0]}; given {name!r}"
                 raise UserError(hinted(text, name.lower(), _BLOCK_FORMATS)) from None
         return cls(parse_format(name), granularity)
 
-    def by(self, granularity: Granularity) -> Quantizer:
+    def with_granularity(self, granularity: Granularity) -> Quantizer:
         """Return a copy with another granularity than `group`, and fp32 scales."""
-        return self.but(granularity=granularity, group_size=None, scales="fp32")
+        return self.replace(granularity=granularity, group_size=None, scales="fp32")
 
-    def but(self, **settings: Any) -> Quantizer:
+    def replace(self, **settings: Any) -> Quantizer:
         """Return a copy with other settings. `torch.compile` does not support `dataclasses.replace`."""
         return Quantizer(**{name: getattr(self, name) for name in type(self).__dataclass_fields__} | settings)
 
     @property
     def bits(self) -> float:
         """Bits per value, including its share of the group's scale."""
-        of_scale = 32 if self.scales == "fp32" else 8
-        shared = of_scale / self.group_size if self.group_size else 0.0
-        return self.format.bits + shared
+        scale_bits = 32 if self.scales == "fp32" else 8
+        return self.format.bits + (scale_bits / self.group_size if self.group_size else 0.0)
 
     @property
     def mixes_tokens(self) -> bool:
@@ -188,9 +184,9 @@ class Quantizer:
 
     def __str__(self) -> str:
         group = "" if self.group_size is None else f" of {self.group_size}"
-        more: list[str] = [text for text in (self.rounding, self.clip) if text not in ("nearest", "absmax")]
-        more += [] if self.scales == "fp32" else [f"{self.scales} scales"]
-        return ", ".join([f"{self.format.name} by {self.granularity}{group}", *more])
+        others: list[str] = [text for text in (self.rounding, self.clip) if text not in ("nearest", "absmax")]
+        others += [] if self.scales == "fp32" else [f"{self.scales} scales"]
+        return ", ".join([f"{self.format.name} by {self.granularity}{group}", *others])
 
     def encode(self, x: Tensor, *, axis: int = 0) -> Encoded:
         """Return codes and scales of a tensor, computed in fp32 (fp64 for fp64 tensors).
@@ -223,10 +219,7 @@ class Quantizer:
             if not hasattr(axis, "__index__") or not -x.ndim <= axis < x.ndim:
                 raise UserError(f"axis must be one of the {x.ndim} dims of the tensor; given {axis!r}")
             return x, tuple(dim for dim in range(x.ndim) if dim != axis % x.ndim)
-        size = self.group_size or 1
-        tail = -x.shape[-1] % size
-        padded = torch.nn.functional.pad(x, (0, tail)).contiguous()
-        return padded.view(*x.shape[:-1], padded.shape[-1] // size, size), (-1,)
+        return split_blocks(x, self.group_size or 1), (-1,)
 
     def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
         if not blocks.numel():
@@ -236,24 +229,24 @@ class Quantizer:
         if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
             return torch.ones_like(largest).where(largest.isfinite(), largest)
         if self.scales == "power2":
-            return _power_scale(largest, self.format)
+            return _power2_scale(largest, self.format)
         if self.scales in ("fp8", "fp8_token"):
-            return _two_level_scale(largest, self.format, by_token=self.scales == "fp8_token")
+            return _fp8_scale(largest, self.format, by_token=self.scales == "fp8_token")
         if self.clip == "mse":
             largest = largest * self._best_ratio(blocks, largest, shared)
-        return _scale_of(largest, self.format)
+        return _absmax_scale(largest, self.format)
 
     def _best_ratio(self, blocks: Tensor, largest: Tensor, shared: tuple[int, ...]) -> Tensor:
         """Return for each scale the share of the largest magnitude with the least squared error."""
         best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
-        for factors in (_RATIOS, _NEARER):
-            begin = best
+        for factors in (_COARSE_RATIOS, _FINE_RATIOS):
+            center = best  # the second, finer search is around the best share of the first
             for factor in factors:
-                ratio = (begin * factor).clamp(max=1.0)
-                scale = _scale_of(largest * ratio, self.format)
-                lost = (self.format.round(blocks / scale) * scale - blocks).square().sum(shared, keepdim=True)
-                better = lost < error
-                best, error = torch.where(better, ratio, best), torch.where(better, lost, error)
+                ratio = (center * factor).clamp(max=1.0)
+                scale = _absmax_scale(largest * ratio, self.format)
+                new_error = (self.format.round(blocks / scale) * scale - blocks).square().sum(shared, keepdim=True)
+                is_better = new_error < error
+                best, error = torch.where(is_better, ratio, best), torch.where(is_better, new_error, error)
         return best
 
 
@@ -288,17 +281,17 @@ def fake_quantize(
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.element_size() < 2:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise UserError(f"fake_quantize takes a tensor of 16-, 32- or 64-bit floats; given {kind}")
+        raise UserError(f"fake_quantize needs a tensor of 16-, 32- or 64-bit floats; given {kind}")
     values = (granularity, group_size, rounding, clip)
-    given = {key: value for (key, plain), value in zip(_PLAIN.items(), values, strict=True) if value != plain}
+    given = {key: value for (key, default), value in zip(_DEFAULTS.items(), values, strict=True) if value != default}
     if isinstance(format, str):
         format = {"format": format, **given}
     elif given:
         raise UserError(
-            f"fake_quantize: {', '.join(given)} come with the format by name; a mapping or a Quantizer brings its own, "
-            f"given {format}"
+            f"fake_quantize: {', '.join(given)} can only be given with a format by name; given {format}. Put them into "
+            "the mapping or the Quantizer"
         )
-    return Quantizer.of(format)(x, axis=axis)
+    return Quantizer.from_spec(format)(x, axis=axis)
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -326,7 +319,7 @@ class _FakeQuantize(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _scale_of(largest: Tensor, format: Format) -> Tensor:
+def _absmax_scale(largest: Tensor, format: Format) -> Tensor:
     """Return the scale that maps the largest magnitude to the format's largest value; a normal number, 1 for all
     zeros.
     """
@@ -334,14 +327,14 @@ def _scale_of(largest: Tensor, format: Format) -> Tensor:
     return scale.where(largest != 0.0, 1.0)
 
 
-def _power_scale(largest: Tensor, format: Format) -> Tensor:
+def _power2_scale(largest: Tensor, format: Format) -> Tensor:
     """Return the power-of-2 scale from the exponents of both largest values (OCP Microscaling 1.0, section 6.3)."""
     exponent = torch.frexp(largest).exponent - 1 - floor(log2(format.largest))
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
     return scale.where(largest.isfinite(), largest).where(largest != 0.0, 1.0)
 
 
-def _two_level_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
+def _fp8_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
     """Return fp8_e4m3 scales times an fp32 scale that maps the largest fp8 scale to 448.
 
     Args:
@@ -349,11 +342,11 @@ def _two_level_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tens
         format: format of the values.
         by_token: True for one fp32 scale per vector of groups, False for one per tensor.
     """
-    of_scales = FloatFormat(4, 3)
+    e4m3 = FloatFormat(4, 3)
     top = largest.amax(-2, keepdim=True) if by_token else largest.max()
-    whole = (top / (format.largest * of_scales.largest)).clamp(min=torch.finfo(largest.dtype).tiny)
-    rounded = of_scales.round(largest / format.largest / whole).clamp(min=2.0**-9)  # the smallest positive e4m3 value
-    return (rounded * whole).where(largest != 0.0, 1.0)
+    outer = (top / (format.largest * e4m3.largest)).clamp(min=torch.finfo(largest.dtype).tiny)  # fp32
+    inner = e4m3.round(largest / format.largest / outer).clamp(min=2.0**-9)  # the smallest positive e4m3 value
+    return (inner * outer).where(largest != 0.0, 1.0)
 
 
 def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:

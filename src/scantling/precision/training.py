@@ -1,4 +1,4 @@
-"""`quantize_training`: train a model with low-precision weights, activations, keys and values.
+"""Training with low-precision weights, activations, keys and values (`quantize_training`).
 
 Source: Kumar et al., "Scaling Laws for Precision", arXiv 2411.04330, section 2: the forward pass is rounded, weights
 with one scale per output, activations with one scale per tensor; gradients pass as if nothing had been rounded. We add
@@ -41,21 +41,21 @@ from scantling.precision.layers import (
     leave_forward,
     quantized_class,
 )
+from scantling.precision.matmul import Compute, Matmul, check_device
 from scantling.precision.matrices import (
     Filter,
     check_module,
     find_layers,
-    is_of_cores,
     is_table,
+    is_tt,
     sharing_layers,
-    warn_of_the_rest,
+    warn_about_unquantized,
 )
-from scantling.precision.products import Compute, Multiply, check_device
 from scantling.precision.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
-Given: TypeAlias = Quantizer | str | Mapping[str, Any]
+FormatSpec: TypeAlias = Quantizer | str | Mapping[str, Any]
 Weights: TypeAlias = Literal["master", "rounded"]
 
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
@@ -68,15 +68,15 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 def quantize_training(
     model: nn.Module,
     *,
-    weights: Given | None = None,
-    activations: Given | None = None,
-    kv_cache: Given | None = None,
-    queries: Given | None = None,
-    gradients: Given | None = None,
+    weights: FormatSpec | None = None,
+    activations: FormatSpec | None = None,
+    kv_cache: FormatSpec | None = None,
+    queries: FormatSpec | None = None,
+    gradients: FormatSpec | None = None,
     compute: Compute | None = None,
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Round what a model computes with to low precision while it trains, in place.
+    """Quantize the weights, activations, keys and values that a model computes with while it trains, in place.
 
     Quantized layers are `nn.Linear`, the Conv1D of transformers, their subclasses, and TT layers. The output layer
     that `get_output_embeddings()` returns and embeddings inside a model are left unquantized, unless `filter_fn` takes
@@ -113,47 +113,47 @@ def quantize_training(
 
     check_module(model, "quantize_training")
 
-    def quantizer(given: Given | None, granularity: Granularity = "token") -> Quantizer | None:
-        return None if given is None else Quantizer.of(given, granularity)
+    def quantizer(given: FormatSpec | None, granularity: Granularity = "token") -> Quantizer | None:
+        return None if given is None else Quantizer.from_spec(given, granularity)
 
     formats = LayerFormats(
         quantizer(weights, "channel"),
         quantizer(activations),
         quantizer(gradients),
-        None if compute is None else Multiply(compute),
+        None if compute is None else Matmul(compute),
     )
-    of_layers = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
-    of_attention = quantizer(kv_cache), quantizer(queries)
-    if not of_layers and of_attention == (None, None):
+    has_layer_formats = any(each is not None for each in (formats.weights, formats.activations, formats.gradients))
+    attention = quantizer(kv_cache), quantizer(queries)
+    if not has_layer_formats and attention == (None, None):
         raise UserError("quantize_training: give a format for weights, activations, kv_cache, queries or gradients")
     if has_quantized_attention(model) or any(_is_quantized_layer(module) for module in model.modules()):
-        raise UserError("quantize_training: the model is quantized already; call scantling.precision.restore first")
-    if formats.multiply is not None:
-        _check_products(model, formats, formats.multiply)
-    chosen = _chosen(model, filter_fn, with_embeddings=formats.weights is not None) if of_layers else {}
-    if of_layers and not chosen:
-        raise UserError(_nothing(model, filter_fn))
+        raise UserError("quantize_training: the model is already quantized; call scantling.precision.restore first")
+    if formats.hardware is not None:
+        _check_products(model, formats, formats.hardware)
+    chosen = (
+        _layers_to_quantize(model, filter_fn, with_embeddings=formats.weights is not None) if has_layer_formats else {}
+    )
+    if has_layer_formats and not chosen:
+        raise UserError(_no_layers_message(model, filter_fn))
     if not any(parameter.is_meta for parameter in model.parameters()):  # skip for planning on the meta device
-        _warn_of_mixed_tokens(
-            {"activations": formats.activations, "kv_cache": of_attention[0], "queries": of_attention[1]}
-        )
-    if of_attention != (None, None):
-        quantize_attention(model, *of_attention)
+        _warn_of_mixed_tokens({"activations": formats.activations, "kv_cache": attention[0], "queries": attention[1]})
+    if attention != (None, None):
+        quantize_attention(model, *attention)
     for module in chosen.values():
         _quantize(module, formats)
-    own = sorted({type(each).plain.__name__ for each in chosen.values() if isinstance(each, RoundedSubclass)})
-    if formats.multiply is not None and own:
-        logger.warning("quantize_training: products of %s are simulated; they have a forward pass of their own", own)
+    custom = sorted({type(each).plain.__name__ for each in chosen.values() if isinstance(each, RoundedSubclass)})
+    if formats.hardware is not None and custom:
+        logger.warning("quantize_training: products of %s are simulated, since their forward pass is custom", custom)
     if formats.weights is not None and chosen:
         for module in sharing_layers(model, chosen.values()):
             _quantize(module, LayerFormats(weights=formats.weights))
-        _watch_forwards(model)
+        _set_forward_hooks(model)
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized_layer, module.modules())):
             _set_fast_path(module, on=False)
-    if of_layers and filter_fn is None:
+    if has_layer_formats and filter_fn is None:
         taken = (each for module in chosen.values() for each in module.parameters() if each.ndim > 1)
-        warn_of_the_rest(model, taken, "quantize_training")
+        warn_about_unquantized(model, taken, "quantize_training")
     return model
 
 
@@ -175,7 +175,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
     if weights not in get_args(Weights):
         raise UserError(f"restore: weights must be {' or '.join(get_args(Weights))}; given {weights!r}")
     restore_attention(model)
-    _watch_forwards(model, on=False)
+    _set_forward_hooks(model, on=False)
     rounded: set[int] = set()
     for module in model.modules():
         if isinstance(module, tuple(_FAST_PATHS)):
@@ -184,7 +184,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
             continue
         if weights == "rounded":
             _round_weights(module, rounded)
-        if is_of_cores(module):
+        if is_tt(module):
             module.formats = None  # type: ignore[assignment]
         else:
             module.__class__ = _plain_class(type(module))
@@ -195,7 +195,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 @torch.no_grad()
 def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
-    if is_of_cores(module):
+    if is_tt(module):
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
         if layer.rank_gates is not None:  # the rounded cores include the gates
             lives = zip(layer.rank_gates, layer.active_ranks(), strict=True)
@@ -209,49 +209,49 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 
 
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
-    if not is_of_cores(module):
+    if not is_tt(module):
         kind: type = type(module)
         module.__class__ = quantized_class(kind)
     elif is_table(module):
-        formats = replace(formats, multiply=None)  # row lookups multiply nothing
+        formats = replace(formats, hardware=None)  # row lookups multiply nothing
     module.formats = formats  # type: ignore[assignment]
 
 
-def _chosen(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
+def _layers_to_quantize(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
     """Return the layers to quantize by name; embeddings only if weights are quantized."""
-    found = find_layers(model, filter_fn)
+    layers = find_layers(model, filter_fn)
     if with_embeddings:
-        return found
-    return {name: each for name, each in found.items() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+        return layers
+    return {name: each for name, each in layers.items() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)}
 
 
-def _watch_forwards(model: nn.Module, *, on: bool = True) -> None:
+def _set_forward_hooks(model: nn.Module, *, on: bool = True) -> None:
     """Add or remove hooks that mark forward passes of modules around quantized layers, which read rounded weights."""
     for module in model.modules():
         if not on:
             leave_forward(module)
             remove_forward_hooks(module, [enter_forward, leave_forward])
-        elif _is_around_rounded_weights(module):
+        elif _contains_rounded_weights(module):
             module.register_forward_pre_hook(enter_forward)
             module.register_forward_hook(leave_forward, always_call=True)
 
 
-def _is_around_rounded_weights(module: nn.Module) -> bool:
+def _contains_rounded_weights(module: nn.Module) -> bool:
     return not isinstance(module, RoundedWeight) and any(isinstance(each, RoundedWeight) for each in module.modules())
 
 
-def _check_products(model: nn.Module, formats: LayerFormats, multiply: Multiply) -> None:
+def _check_products(model: nn.Module, formats: LayerFormats, matmul: Matmul) -> None:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    check_device(multiply.name, device)
+    check_device(matmul.name, device)
     if not torch.cuda.is_available():  # with a GPU, the model may still be moved there
-        warn_if_slow_matmul(multiply.name, device, f"leave out compute: {multiply.name} to simulate them")
-    multiply.check(formats.weights, "weights")
-    multiply.check(formats.activations, "activations")
+        warn_if_slow_matmul(matmul.name, device, f"leave out compute: {matmul.name} to simulate them")
+    matmul.check(formats.weights, "weights")
+    matmul.check(formats.activations, "activations")
     if formats.gradients is not None:
-        multiply.check(formats.gradients, "gradients")
+        matmul.check(formats.gradients, "gradients")
     given = [each for each in (formats.weights, formats.activations, formats.gradients) if each is not None]
     for one, other in combinations(given, 2):
-        multiply.check_pair(one, other)
+        matmul.check_pair(one, other)
 
 
 def _warn_of_mixed_tokens(given: Mapping[str, Quantizer | None]) -> None:
@@ -260,7 +260,7 @@ def _warn_of_mixed_tokens(given: Mapping[str, Quantizer | None]) -> None:
     if mixing:
         logger.warning(
             "quantize_training: all tokens of a batch share scales of %s, so that the outputs for a token depend on "
-            "later tokens and on the other sequences; granularity 'token' avoids that",
+            "later tokens and on the other sequences; granularity='token' avoids that",
             " and ".join(mixing),
         )
 
@@ -284,18 +284,18 @@ def _set_fast_path(module: nn.Module, *, on: bool) -> None:
     For this path, `nn.TransformerEncoder` packs padded inputs into nested tensors, which other code cannot handle.
     """
     known: dict[str, Any] = vars(module)
-    name, off = next(way for kind, way in _FAST_PATHS.items() if isinstance(module, kind))
+    name, off = next(switch for kind, switch in _FAST_PATHS.items() if isinstance(module, kind))
     if on and "_fast_path" in known:
         known[name] = known.pop("_fast_path")
     elif not on:
         known["_fast_path"], known[name] = known[name], off
 
 
-def _nothing(model: nn.Module, filter_fn: Filter | None) -> str:
+def _no_layers_message(model: nn.Module, filter_fn: Filter | None) -> str:
     count = len(find_layers(model, lambda *_: True))
     if filter_fn is not None and count:
         return f"quantize_training: filter_fn takes none of the {count} layers of this {type(model).__name__}"
     return (
-        f"quantize_training: this {type(model).__name__} has no linear layers that can be quantized (embeddings and "
-        "the output layer are left alone)"
+        f"quantize_training: this {type(model).__name__} has no linear layers that can be quantized; embeddings and "
+        "the output layer are only quantized if filter_fn takes them"
     )

@@ -1,4 +1,4 @@
-"""`quantize_weights`: low-precision weights for a trained model.
+"""Low-precision weights for a trained model (`quantize_weights`).
 
 The model keeps computing in its own dtype; its parameters hold the dequantized values. The codes are kept as well,
 packed and on the CPU, so that `save_quantized` writes codes instead of dequantized values.
@@ -28,12 +28,12 @@ from scantling.precision.gptq import BLOCK, gptq, output_error
 from scantling.precision.layers import LayerFormats
 from scantling.precision.matrices import (
     Filter,
-    Matrix,
+    WeightMatrix,
     as_matrix,
     check_module,
     find_matrices,
     from_matrix,
-    warn_of_the_rest,
+    warn_about_unquantized,
 )
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import Encoded, Quantizer, in_dtype
@@ -114,73 +114,93 @@ def quantize_weights(
         >>> model = sc.quantize_weights(model, "int4", method="gptq", calibration=batches)
     """
     check_module(model, "quantize_weights")
-    quantizer = Quantizer.of(format, "channel")
+    quantizer = Quantizer.from_spec(format, "channel")
     _check(quantizer, method, calibration, damping, act_order)
     matrices = find_matrices(model, filter_fn)
     if filter_fn is None:
-        warn_of_the_rest(model, (matrix.parameter for matrix in matrices), "quantize_weights")
-    calibrated = None
-    if calibration is not None:
-        calibrated = Calibration(model, matrices, calibration)
+        warn_about_unquantized(model, (matrix.parameter for matrix in matrices), "quantize_weights")
+    calibrated = None if calibration is None else Calibration(model, matrices, calibration)
     _stop_rounding(model, matrices)
-    kept = vars(model).setdefault(_ATTRIBUTE, {})
-    for name in dict(_not_any_more(model, kept)):
-        del kept[name]
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-
-    def put(matrix: Matrix, encoded: Encoded, used: Method, hessian: Tensor | None = None) -> None:
-        before, packed = matrix.read().clone(), PackedMatrix.of(encoded, quantizer)
-        matrix.write(packed.decode())
-        lost = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
-        norm = torch.linalg.vector_norm(before, dtype=torch.float64)
-        for name in names[id(matrix.parameter)]:  # a tied weight may have been quantized by another name
-            kept.pop(name, None)
-        kept[matrix.name] = QuantizedWeight(
-            packed,
-            matrix.channels_last,
-            str(quantizer),
-            used,
-            float(lost / norm) if norm > 0.0 else 0.0,
-            None if hessian is None else output_error(before, matrix.read(), hessian),
-        )
-
-    def round_like_gptq(matrix: Matrix, hessian: Tensor) -> Encoded:
-        try:
-            return gptq(matrix.read(), hessian, quantizer, damping=damping, act_order=act_order, block=BLOCK)
-        except UserError as error:
-            raise UserError(f"{matrix.name}: {error}") from None
-
-    with _telling_what_is_done(kept):
+    records = _Records(model, quantizer)
+    with records.note_progress_in_errors():
         for matrix in matrices:
             if calibrated is None or not matrix.modules:
-                put(matrix, quantizer.encode(matrix.read()), "rtn")
+                records.quantize(matrix, quantizer.encode(matrix.read()), "rtn")
         if calibrated is None:
             return model
         seen: set[str] = set()
         for block in calibrated.blocks():
-            hessians = calibrated.hessians(block)
+            hessians = calibrated.hessians(block)  # from inputs that the quantized earlier blocks produce
             for matrix in block:
                 hessian = hessians.get(matrix.name)
                 if hessian is None:
                     continue
                 seen.add(matrix.name)
-                encoded = round_like_gptq(matrix, hessian) if method == "gptq" else quantizer.encode(matrix.read())
-                put(matrix, encoded, method, hessian)
+                if method == "gptq":
+                    encoded = _gptq(matrix, hessian, quantizer, damping=damping, act_order=act_order)
+                else:
+                    encoded = quantizer.encode(matrix.read())
+                records.quantize(matrix, encoded, method, hessian)
         unseen = [matrix for matrix in matrices if matrix.modules and matrix.name not in seen]
         for matrix in unseen:
-            put(matrix, quantizer.encode(matrix.read()), "rtn")
-    _warn_of_calibration(calibrated, matrices, [matrix.name for matrix in unseen])
+            records.quantize(matrix, quantizer.encode(matrix.read()), "rtn")
+    _warn_about_calibration(calibrated, matrices, [matrix.name for matrix in unseen])
     return model
 
 
-def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen: list[str]) -> None:
+class _Records:
+    """Quantized weights that a model keeps, by parameter name."""
+
+    def __init__(self, model: nn.Module, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer
+        self._weights: dict[str, QuantizedWeight] = vars(model).setdefault(_ATTRIBUTE, {})
+        for name in dict(_changed_weights(model, self._weights)):
+            del self._weights[name]
+        self._before = dict(self._weights)
+
+    def quantize(self, matrix: WeightMatrix, encoded: Encoded, method: Method, hessian: Tensor | None = None) -> None:
+        """Write the dequantized values into the parameter, and keep the codes and the errors."""
+        before, packed = matrix.read().clone(), PackedMatrix.from_encoded(encoded, self._quantizer)
+        matrix.write(packed.decode())
+        error = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(before, dtype=torch.float64)
+        for name in matrix.names:  # a tied weight may have been quantized by another name
+            self._weights.pop(name, None)
+        self._weights[matrix.name] = QuantizedWeight(
+            packed,
+            matrix.channels_last,
+            str(self._quantizer),
+            method,
+            float(error / norm) if norm > 0.0 else 0.0,
+            None if hessian is None else output_error(before, matrix.read(), hessian),
+        )
+
+    @contextmanager
+    def note_progress_in_errors(self) -> Iterator[None]:
+        """Add to an error how many weights are already quantized; undoing them would need a copy of all weights."""
+        try:
+            yield
+        except BaseException as error:
+            done = sum(self._before.get(name) is not weight for name, weight in self._weights.items())
+            if done:
+                error.add_note(f"{done} weights of the model are already quantized; load the model again")
+            raise
+
+
+def _gptq(matrix: WeightMatrix, hessian: Tensor, quantizer: Quantizer, *, damping: float, act_order: bool) -> Encoded:
+    """Return the codes of GPTQ; an error names the weight."""
+    try:
+        return gptq(matrix.read(), hessian, quantizer, damping=damping, act_order=act_order, block=BLOCK)
+    except UserError as error:
+        raise UserError(f"{matrix.name}: {error}") from None
+
+
+def _warn_about_calibration(calibrated: Calibration, matrices: list[WeightMatrix], unseen: list[str]) -> None:
     """Log one line for weights that no calibration input reached, and one for weights with fewer tokens than inputs."""
     if unseen:
         logger.warning(
-            "%d of %d weights are rounded to the nearest, since the calibration calls no layer that holds them: %s",
-            *(len(unseen), len(matrices), _first(unseen)),
+            "%d of %d weights are rounded to nearest, since no calibration input reaches their layers: %s",
+            *(len(unseen), len(matrices), _first_names(unseen)),
         )
     few = []
     for matrix in matrices:
@@ -190,27 +210,14 @@ def _warn_of_calibration(calibrated: Calibration, matrices: list[Matrix], unseen
             few.append(f"{matrix.name}: {columns} inputs, {tokens} tokens")
     if few:
         logger.warning(
-            "%d of %d weights have more inputs than there are tokens of calibration (%s); calibrate on more text",
+            "%d of %d weights have more inputs than calibration tokens (%s); calibrate on more text",
             *(len(few), len(matrices), few[0]),
         )
 
 
-def _first(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     """Return the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-@contextmanager
-def _telling_what_is_done(kept: Mapping[str, QuantizedWeight]) -> Iterator[None]:
-    """Add to an error how many weights are already quantized; undoing them would need a second copy of all weights."""
-    before = dict(kept)
-    try:
-        yield
-    except BaseException as error:
-        done = sum(before.get(name) is not weight for name, weight in kept.items())
-        if done:
-            error.add_note(f"{done} weights of the model were quantised before that: load it again")
-        raise
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -219,32 +226,32 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
     Raises:
         UserError: if a weight has changed since or is missing.
     """
-    kept: dict[str, QuantizedWeight] = vars(model).get(_ATTRIBUTE, {})
-    for name, what in _not_any_more(model, kept):
-        raise UserError(f"{name} {what}; quantise the model again")
-    return dict(kept)
+    weights: dict[str, QuantizedWeight] = vars(model).get(_ATTRIBUTE, {})
+    for name, change in _changed_weights(model, weights):
+        raise UserError(f"{name} {change}; quantize the model again")
+    return dict(weights)
 
 
-def _not_any_more(model: nn.Module, kept: Mapping[str, QuantizedWeight]) -> Iterator[tuple[str, str]]:
+def _changed_weights(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> Iterator[tuple[str, str]]:
     """Yield the names of quantized weights that have changed or are missing, and what happened to them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, weight in kept.items():
+    for name, weight in weights.items():
         parameter = parameters.get(name)
         if parameter is None:
-            yield name, "was quantised, and is not in the model any more"
+            yield name, "was quantized and is no longer in the model"
             continue
         rows = as_matrix(parameter, weight.channels_last).shape if parameter.ndim > 1 else ()
         if tuple(rows) != weight.packed.shape or not torch.equal(weight.values(parameter), parameter.detach().cpu()):
-            yield name, "was changed after it was quantised"
+            yield name, "has changed since it was quantized"
 
 
-def _stop_rounding(model: nn.Module, matrices: list[Matrix]) -> None:
+def _stop_rounding(model: nn.Module, matrices: list[WeightMatrix]) -> None:
     """Stop layers of `quantize_training` from rounding these weights."""
     taken = {id(matrix.parameter) for matrix in matrices}
     for module in model.modules():
         formats = getattr(module, "formats", None)
         if isinstance(formats, LayerFormats) and any(id(each) in taken for each in module.parameters()):
-            module.formats = replace(formats, weights=None, multiply=None)  # type: ignore[assignment]
+            module.formats = replace(formats, weights=None, hardware=None)  # type: ignore[assignment]
 
 
 def check_method(method: str) -> Method:
@@ -263,9 +270,9 @@ def _check(
 ) -> None:
     check_method(method)
     if method == "gptq" and calibration is None:
-        raise UserError("method='gptq' needs calibration: batches of what the model will read; without, take 'rtn'")
+        raise UserError("method='gptq' needs calibration, batches of typical inputs; give them, or method='rtn'")
     if method == "gptq" and quantizer.rounding != "nearest":
-        raise UserError(f"method='gptq' rounds to the nearest; given rounding={quantizer.rounding!r}")
+        raise UserError(f"method='gptq' needs rounding='nearest'; given rounding={quantizer.rounding!r}")
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0.0 <= damping < float("inf"):
         raise UserError(f"damping must be at least 0 and finite; given {damping!r}")
     if not isinstance(act_order, bool):

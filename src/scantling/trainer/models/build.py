@@ -18,7 +18,7 @@ import torch
 
 from scantling.checksums import check_checksums
 from scantling.errors import UserError, did_you_mean, first_line
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.precision.packed_files import is_quantized_folder
 from scantling.precision.training import quantize_training
 from scantling.saved_models import (
@@ -280,7 +280,7 @@ def _check_text_alone(model: Any, task: Task) -> None:
     if getattr(model, "input_modalities", "text") in ("text", ("text",)):
         return
     try:
-        with evaluating(model):
+        with eval_mode(model):
             model(**task.probe(model.config, torch.Generator().manual_seed(0)))
     except Exception as error:  # models raise errors of many kinds for inputs that they lack
         raise UserError(
@@ -365,7 +365,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
 def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
     """Return True if logits at some positions differ between two inputs by more than rounding error."""
     try:
-        with evaluating(model):
+        with eval_mode(model):
             logits, changed = (model(**inputs, **without_cache(model)).logits[:, places] for inputs in (one, other))
     except Exception:  # the model needs other inputs
         return False

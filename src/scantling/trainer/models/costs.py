@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scantling.conv1d import made_from_conv1d
+from scantling.conv1d import is_conv1d_subclass
 from scantling.errors import UserError, first_line
 from scantling.numerics.torch_private import (
     FakeTensorMode,
@@ -93,7 +93,7 @@ def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | N
         if states_flops(module):
             spoken_for.update(id(inner) for inner in module.modules())
             yield int(module.flops(seen))
-        elif isinstance(module, nn.Linear) or made_from_conv1d(type(module)):
+        elif isinstance(module, nn.Linear) or is_conv1d_subclass(type(module)):
             first, second = module.weight.shape
             yield linear_flops(seen, first, second)
         elif not isinstance(module, nn.Embedding) and any(map(_is_matrix, module.parameters(recurse=False))):

@@ -425,7 +425,7 @@ def _check_precision(content: Content) -> Iterator[Fault]:
     precision, model = (section_of(content, name) for name in ("precision", "model"))
     if not precision:
         return
-    from scantling.precision.products import Multiply
+    from scantling.precision.matmul import Matmul
     from scantling.precision.quantizer import Quantizer
 
     quantizers, is_whole = {}, True
@@ -434,7 +434,7 @@ def _check_precision(content: Content) -> Iterator[Fault]:
         if isinstance(given, str | Mapping) and given:
             given = given if isinstance(given, str) else {k: v for k, v in given.items() if v is not None}
             try:
-                quantizers[key] = Quantizer.of(given, "channel" if key == "weights" else "token")
+                quantizers[key] = Quantizer.from_spec(given, "channel" if key == "weights" else "token")
             except UserError as error:
                 yield Fault(f"precision.{key}", str(error))
                 is_whole = False
@@ -445,16 +445,16 @@ def _check_precision(content: Content) -> Iterator[Fault]:
     compute = precision.get("compute")
     if compute not in ("int8", "fp8") or not is_whole:
         return
-    multiply, multiplied = Multiply(compute), ("weights", "activations", "gradients")
+    matmul, multiplied = Matmul(compute), ("weights", "activations", "gradients")
     for key in multiplied:
         if key in quantizers or key != "gradients":
             try:
-                multiply.check(quantizers.get(key), key)
+                matmul.check(quantizers.get(key), key)
             except UserError as error:
                 yield Fault("precision.compute", str(error))
     try:
         for one, other in combinations([quantizers[key] for key in multiplied if key in quantizers], 2):
-            multiply.check_pair(one, other)
+            matmul.check_pair(one, other)
     except UserError as error:
         yield Fault("precision.compute", str(error))
 

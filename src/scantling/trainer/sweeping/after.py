@@ -73,7 +73,7 @@ def _check_formats(given: Any) -> None:
     from scantling.precision.weights import check_method
 
     for name, method in _ways(given):
-        Quantizer.of(name)
+        Quantizer.from_spec(name)
         check_method(method)
     columns = _post(given)
     if len(set(columns)) < len(columns):

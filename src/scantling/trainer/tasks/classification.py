@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from scantling.errors import UserError
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.loader import Numbered, spread
 from scantling.trainer.data.prepare import prepare
@@ -179,7 +179,7 @@ class Classification(Task):
         found: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda _module, _inputs, output: found.append(output.logits[:1]))
         try:
-            with evaluating(model), torch.random.fork_rng([]):
+            with eval_mode(model), torch.random.fork_rng([]):
                 for rows in ([short], [short, long]):
                     self.loss(model, data.collate([(0, number, row) for number, row in enumerate(rows)]))
         except Exception:  # a model that needs other inputs raises in training

@@ -16,7 +16,7 @@ from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
-from scantling.precision.products import check_device
+from scantling.precision.matmul import check_device
 from scantling.trainer.data.loader import BatchSource, eval_batches
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scantling.distributed.context import DistContext
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.batch import Batch
@@ -51,7 +51,7 @@ def evaluate(
         value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with evaluating(model), same_draws(context.device), keep_merged(model):
+    with eval_mode(model), same_draws(context.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(context.device, non_blocking=True)
             with autocast(compute, context.device):

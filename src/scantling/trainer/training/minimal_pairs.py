@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from scantling.errors import UserError
-from scantling.eval_mode import evaluating
+from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.blimp import MinimalPair, read_pairs
@@ -120,7 +120,7 @@ def log_probabilities(
         )
     device = next(model.parameters()).device
     scores = np.zeros(len(rows))
-    with evaluating(model), same_draws(device), keep_merged(model):
+    with eval_mode(model), same_draws(device), keep_merged(model):
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
             ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):

@@ -16,7 +16,7 @@ from scantling.errors import UserError
 from scantling.files import check_is_free
 from scantling.groups import num_non_embedding
 from scantling.laws.law import without_range_warnings
-from scantling.laws.registry import law_named, names
+from scantling.laws.registry import find_law, names
 from scantling.precision import Quantizer
 from scantling.precision.packed_files import SavedBytes, save_quantized
 from scantling.precision.training import restore
@@ -117,7 +117,7 @@ def quantize_run(
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
     check_is_free(folder)
-    quantizer = Quantizer.of(format, "channel")
+    quantizer = Quantizer.from_spec(format, "channel")
     with opened(run_dir, device=device) as run:
         model, task = run.model, run.task
         before = run.evaluate()
@@ -183,7 +183,7 @@ def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
 def trained_bits(recipe: Recipe) -> dict[str, int]:
     """The bits of what a run rounds in training, by the keys of its section `precision`."""
     given = recipe.precision.quantized
-    return {part: Quantizer.of(each).format.bits for part, each in given.items() if part != "compute"}
+    return {part: Quantizer.from_spec(each).format.bits for part, each in given.items() if part != "compute"}
 
 
 def predictions(
@@ -199,16 +199,16 @@ def predictions(
     """
     found = []
     for name in names():
-        kind = law_named(name)
+        kind = find_law(name)
         if "post" not in kind.VARIABLES or not kind.PUBLISHED:
             continue
         law: Any = kind.published()
-        known = {part: bits for part, bits in trained.items() if part in law.parts()}
+        known = {part: bits for part, bits in trained.items() if part in law.modeled_parts()}
         given = {"N": parameters, "D": tokens, **known}
         with without_range_warnings():  # they are in `outside`
             before, after = law.loss(**given), law.loss(**given, post=quantizer.format.bits)
         given["post"] = quantizer.format.bits
-        fitted = {key: law.fitted[key] for key in given if key in law.fitted}
+        fitted = {key: law.fitted_ranges[key] for key in given if key in law.fitted_ranges}
         added = float(after - before) if isfinite(before) else None
         unknown = tuple(part for part in trained if part not in known)
         found.append(Prediction(name, law.source, added, fitted, tuple(law.outside(**given)), unknown))

@@ -1,0 +1,117 @@
+"""The chart of the README: costs with and without Scantling, from raw files in `benchmarks/results`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.figures.drawing import Drawing
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MIB, GB = 2**20, 1e9
+
+
+class Pair(NamedTuple):
+    """Two measurements of the same quantity."""
+
+    title: str
+    setting: str
+    names: tuple[str, str]
+    values: tuple[float, float]
+    unit: str
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def content(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def step_memory() -> Pair:
+    """Return the peak memory of a step; freed blocks go back to the system in both runs."""
+    peaks = {
+        line["row"]: line["peak_above_base_bytes"] / MIB
+        for line in lines("six-encoder.jsonl")
+        if line.get("measure") == "memory" and line["batch"] == 1 and line["gives_back"]
+    }
+    return Pair(
+        "Memory of a training step",
+        "67M-parameter transformer, batch 1, CPU",
+        ("dense layers", "TT layers"),
+        (peaks["dense"], peaks["cores"]),
+        "MiB",
+    )
+
+
+def optimizer_state() -> Pair:
+    state = {
+        line["optimizer"]: (line.get("state_bytes") or 0) / GB
+        for line in content("optim-bytes-2026-11-21.json")["state"]
+        if line["shapes"] == "Llama-3-8B" and line["weights"] == "fp32"
+    }
+    return Pair(
+        "Optimizer state",
+        "shapes of Llama-3-8B, fp32 weights",
+        ("AdamW", "CAME, int8"),
+        (state["torch AdamW"], state["CAME int8"]),
+        "GB",
+    )
+
+
+def step_time() -> Pair:
+    """Return milliseconds per step of the slower rank, the median of three rounds."""
+    methods = content("network-2-100mbit-rounds-2026-11-26.json")["methods"]
+
+    def milliseconds(method: str, typical: Any) -> float:
+        return 1e3 * statistics.median(max(typical(rank["step_s"]) for rank in ranks) for ranks in methods[method])
+
+    # Only every fifth of the local steps exchanges something, so their mean is the time per step.
+    values = (milliseconds("ddp fp32", statistics.median), milliseconds("ours k192 h5 all_gather", statistics.fmean))
+    return Pair(
+        "Time of a step over 100 Mbit/s",
+        "10M parameters, two replicas, CPU",
+        ("DDP", "5 local steps"),
+        values,
+        "ms",
+    )
+
+
+def weights_on_disk() -> Pair:
+    run = content("quantize-demo-gptq-2026-11-27.json")
+    loss = f"loss {run['before']['eval_loss']:.4f} to {run['after']['eval_loss']:.4f}"
+    return Pair(
+        "Weights on disk",
+        f"3.5M parameters, {loss}",
+        ("fp32", "int4, GPTQ"),
+        (run["bytes"]["as_trained"] / MIB, run["bytes"]["written"] / MIB),
+        "MiB",
+    )
+
+
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 20 else f"{value:.3g}"
+
+
+def savings() -> str:
+    pairs = [step_memory(), optimizer_state(), step_time(), weights_on_disk()]
+    drawing = Drawing(540, 78 * len(pairs) + 14, "Memory, step time and size on disk, with and without Scantling")
+    left, longest = 120, 300
+    for number, pair in enumerate(pairs):
+        top = 78 * number + 14
+        drawing.text(10, top + 14, pair.title, "bold")
+        drawing.text(530, top + 14, pair.setting, "muted", "end")
+        for row, (name, value) in enumerate(zip(pair.names, pair.values, strict=True)):
+            y, width = top + 24 + 22 * row, longest * value / pair.values[0]
+            drawing.text(10, y + 14, name)
+            drawing.rect(left, y, width, 18, "accent" if row else "plain")
+            factor = f"  ({pair.values[0] / value:.2g} times less)" if row else ""
+            drawing.text(left + width + 8, y + 14, f"{digits(value)} {pair.unit}{factor}")
+    return drawing.svg()
+
+
+def draw_figures() -> dict[str, str]:
+    return {"savings.svg": savings()}

@@ -1,0 +1,308 @@
+"""Tests of the GPU kernels against the same step in PyTorch operations; without a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scantling.numerics import device as numerics_device
+from scantling.optim import CAME, _cpu, _triton, release_gradients
+from scantling.optim.codecs import read_weight
+from tests.kernels import compile_for_gpus
+
+pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
+from scantling.numerics import kernels as numerics_kernels
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+SHAPES: list[tuple[int, ...]] = [(40, 33), (40, 33), (3, 20, 130), (20, 4, 3, 3), (5,), (40, 8), (), (64, 256)]
+FEW: list[tuple[int, ...]] = [(40, 33), (40, 33), (3, 20, 130), (5,)]
+LAST2: list[tuple[int, ...]] = [(40, 33), (3, 20, 130), (4, 2, 3, 3), (5,), (40, 8), ()]
+"""Matrix dims that give a 3 x 3 matrix for each pair of the first two dims of a convolution."""
+DEBIASED = {"debias": True, "weight_decay": 0.1, "betas": (0.9, 0.95, 0.995)}
+CASES: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [
+    ("fp32", "nearest", torch.float32, {}),
+    ("fp32", "nearest", torch.float32, DEBIASED),
+    ("fp32", "nearest", torch.float32, {**DEBIASED, "maximize": True, "factor": "last2", "shapes": LAST2}),
+    ("fp32", "nearest", torch.float16, DEBIASED),
+    ("bf16", "stochastic", torch.bfloat16, DEBIASED),
+    ("int8", "compensated", torch.bfloat16, {}),
+    ("int4", "stochastic", torch.bfloat16, DEBIASED),
+    ("int4", "compensated", torch.bfloat16, DEBIASED),
+    ("fp32", "nearest", torch.float32, {**DEBIASED, "confidence": False}),
+    ("int8", "stochastic", torch.bfloat16, {**DEBIASED, "confidence": False}),
+    ("fp32", "nearest", torch.float32, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
+    ("fp32", "compensated", torch.bfloat16, {**DEBIASED, "betas": (0.0, 0.95, 0.995)}),
+    ("fp32", "nearest", torch.float32, {"clip_threshold": 1e200}),
+]
+
+
+@pytest.fixture(autouse=True)
+def everything_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(_cpu, "can_step", lambda step: False)
+    _triton._cached_tables.cache_clear()
+
+
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Record the shapes of parameters that the kernels have stepped."""
+    shapes: list[tuple[int, ...]] = []
+    step = _triton.step_params
+    monkeypatch.setattr(
+        _triton, "step_params", lambda steps: (shapes.extend(tuple(step.param.shape) for step in steps), step(steps))
+    )
+    return shapes
+
+
+def trained(
+    dtype: torch.dtype, *, shapes: list[tuple[int, ...]] = SHAPES, steps: int = 2, **options: Any
+) -> tuple[list[nn.Parameter], CAME]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+    optimizer = CAME(params, lr=1e-2, **options)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = 1e-2 / (step + 1)
+            group["betas"] = (group["betas"][0] * (1.0 - 0.01 * step), *group["betas"][1:])
+            group["weight_decay"] *= 0.9
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator) * (1 + torch.rand(param.shape, generator=generator))
+            param.grad = grad.to(DEVICE, dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def assert_alike(both: list[tuple[list[nn.Parameter], CAME]], *, exact: bool) -> None:
+    for param, other in zip(both[0][0], both[1][0], strict=True):
+        state, wanted = both[0][1].state[param], both[1][1].state[other]
+        values = [read_weight(p.detach(), s.get("low"), torch.float32) for p, s in ((param, state), (other, wanted))]
+        near = (values[0] - values[1]).abs() <= (1e-6 if exact else 2e-5) * (1 + values[1].abs())
+        assert near.float().mean() >= (1.0 if exact else 0.97)
+        assert torch.equal(state["step"], wanted["step"])
+        for key in ("row", "col", "res_row", "res_col", "exp_avg_sq"):
+            if key in wanted:
+                torch.testing.assert_close(state[key], wanted[key], rtol=1e-5 if exact else 1e-2, atol=0)
+
+
+@pytest.mark.parametrize(("momentum", "rounding", "dtype", "options"), CASES, ids=str)
+def test_kernels_compute_what_the_operations_do(
+    momentum: str, rounding: str, dtype: torch.dtype, options: Any, stepped: list[tuple[int, ...]]
+) -> None:
+    both = [
+        trained(dtype, momentum=momentum, rounding=rounding, foreach=foreach, **options) for foreach in (None, False)
+    ]
+    assert sorted(stepped) == sorted(2 * options.get("shapes", SHAPES))
+    assert_alike(both, exact=dtype == torch.float32)
+
+
+def test_noise_is_that_of_the_operations() -> None:
+    """Nearly equal values round to the same neighbors; different noise would send half of them elsewhere."""
+    options = {"momentum": "int4", "rounding": "stochastic", "shapes": [(64, 256), (33, 129)], "steps": 1}
+    both = [trained(torch.bfloat16, foreach=foreach, **options) for foreach in (None, False)]
+    for param, other in zip(both[0][0], both[1][0], strict=True):
+        assert (param == other).float().mean() > 0.99
+        codes = [optimizer.state[p]["exp_avg_codes"] for (_, optimizer), p in zip(both, (param, other), strict=True)]
+        assert (codes[0] == codes[1]).float().mean() > 0.99
+
+
+def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch per parameter gives the same bits as one launch for all."""
+    together = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
+    monkeypatch.setattr(_triton, "MAX_SCRATCH", 1)
+    alone = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
+    for param, other in zip(together[0], alone[0], strict=True):
+        assert torch.equal(param, other)
+
+
+def test_a_learning_rate_in_a_tensor_is_that_of_floats() -> None:
+    options = {**DEBIASED, "capturable": True, "shapes": FEW}
+    both = [trained(torch.float32, foreach=foreach, **options) for foreach in (None, False)]
+    assert_alike(both, exact=True)
+
+
+def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tuple[int, ...]]) -> None:
+    param = nn.Parameter(torch.randn(20, 40, device=DEVICE).t())
+    double = nn.Parameter(torch.randn(20, 40, device=DEVICE, dtype=torch.float64))
+    before = param.detach().clone(), double.detach().clone()
+    optimizer = CAME([param, double], lr=1e-2)
+    for each in (param, double):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    assert not stepped
+    assert all(not torch.equal(now, then) for now, then in zip((param, double), before, strict=True))
+
+
+def test_state_elsewhere_is_no_memory_to_read() -> None:
+    (param,), optimizer = trained(torch.float32, shapes=[(40, 33)])
+    assert _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
+    state = optimizer.state[param]
+    state["row"] = state["row"].to("meta")
+    assert not _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
+
+
+def test_without_a_compiler_the_operations_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stepped: list[tuple[int, ...]]
+) -> None:
+    class NoCompiler:
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify it")
+
+    monkeypatch.setattr(numerics_kernels, "add_one", NoCompiler())
+    numerics_device._run_kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            found = trained(torch.float32)
+    finally:
+        numerics_device._run_kernels.cache_clear()
+    assert not stepped
+    assert "Failed to find C compiler" in caplog.text
+    assert len(caplog.records) == 1
+    assert_alike([found, trained(torch.float32, foreach=False)], exact=True)
+
+
+def test_nan_gradients_are_not_hidden() -> None:
+    params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in ((32, 32), (5,))]
+    optimizer = CAME(params, lr=1e-2)
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_a_nan_of_any_bits_stays_one(rounding: str) -> None:
+    params, optimizer = trained(torch.bfloat16, shapes=[(40, 33), (5,)], rounding=rounding)
+    for param in params:
+        optimizer.state[param]["exp_avg"].view(torch.int32).fill_(0x7FFFFFFF)
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+
+
+def test_gradient_release_takes_the_kernels(stepped: list[tuple[int, ...]]) -> None:
+    net = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(3)]).to(DEVICE)
+    handle = release_gradients(net, CAME(net.parameters(), lr=1e-3, momentum="int8"))
+    net(torch.randn(2, 40, device=DEVICE)).square().mean().backward()
+    handle.remove()
+    assert stepped == 3 * [(40, 40)]
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the kernels run")
+def test_kernels_compile_for_gpus() -> None:
+    """For an A100 and an H100, using the compiler only."""
+    compile_for_gpus(COMPILE)
+
+
+COMPILE = """
+from scantling.optim import _triton
+from scantling.optim.kernels import came_gpu as kernels
+
+types = {"table": "*i64", "owners": "*i32", "firsts": "*i32"}
+tile = {"aligned": True, "rows": _triton.ROWS, "cols": _triton.COLS}
+bf16 = {"param": tl.bfloat16, "grad": tl.bfloat16}
+for momentum, bytes, rounding in (("int8", 2, "stochastic"), ("int4", 1, "compensated")):
+    kept = {"momentum": momentum, "bytes": bytes}
+    ptx = build(kernels.instability_parts, capability, types, grad=tl.bfloat16, **kept, **tile)
+    assert "ld.global.v4.b32" in ptx, "gradients are read one at a time"
+    build(kernels.apply, capability, types, **bf16, **kept, **tile, rounding=rounding, confidence=True, decays=True)
+build(kernels.square_parts, capability, types, grad=tl.bfloat16, **tile)
+build(kernels.whitened_squares, capability, types, grad=tl.float32, **tile)
+fields = map(kernels.FIELDS.index, ("row", "row_part", "across", "rows"))
+places = dict(zip(("field", "first_part", "count", "length"), fields, strict=True))
+build(kernels.add_sums, capability, types, **places, first_value=0, weight=2, size=128)
+build(kernels.root_means, capability, types, field=kernels.FIELDS.index("row"), size=1024)
+build(kernels.clip_factors, capability, types, maximize=False, size=1024)
+build(kernels.moment_squares, capability, types, grad=tl.bfloat16, aligned=True, size=4096)
+flat = {"momentum": "fp32", "rounding": "nearest", "decays": True, "aligned": True, "size": 4096}
+build(kernels.apply_moment, capability, types, **bf16, **flat)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("momentum", ["fp32", "int8"])
+def test_a_cuda_graph_steps_as_calls_do(momentum: Any) -> None:
+    """The learning rate changes after the capture; the graph reads it from its tensor."""
+
+    def run(captured: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in SHAPES]
+        grads = [[torch.randn(shape, generator=generator).cuda() for shape in SHAPES] for _ in range(6)]
+        optimizer = CAME(params, lr=1e-2, momentum=momentum, capturable=True, **DEBIASED)
+        graph = torch.cuda.CUDAGraph()
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for number, given in enumerate(grads):
+            for param, grad in zip(params, given, strict=True):
+                param.grad.copy_(grad)
+            optimizer.param_groups[0]["lr"].fill_(1e-2 / (number + 1))
+            if captured and number == 3:
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            if captured and number >= 3:
+                graph.replay()
+            else:
+                optimizer.step()
+        return [param.detach() for param in params]
+
+    for graphed, called in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(graphed, called, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_a_captured_training_step_is_the_step() -> None:
+    """Gradients are created inside the graph, at different addresses than before."""
+
+    def run(captured: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).cuda()
+        optimizer = CAME(net.parameters(), lr=1e-2, capturable=True, **DEBIASED)
+        inputs = torch.randn(8, 64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+
+        def train() -> None:
+            net(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            train()
+        if captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                train()
+        for _ in range(4):
+            (graph.replay if captured else train)()
+        train()
+        return [param.detach() for param in net.parameters()]
+
+    for graphed, called in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(graphed, called, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_steps_are_the_same_every_time() -> None:
+    """No sum depends on the order of execution, so replicas stay in sync."""
+    both = [trained(torch.bfloat16, momentum="int8", rounding="stochastic", **DEBIASED)[0] for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("momentum", ["fp32", "int8", "int4"])
+def test_scratch_on_a_gpu_stays_small(momentum: Any) -> None:
+    param = nn.Parameter(torch.zeros(4096, 14336, device="cuda", dtype=torch.bfloat16))
+    optimizer = CAME([param], lr=1e-3, momentum=momentum, **DEBIASED)
+    for step in range(2):
+        param.grad = torch.randn_like(param)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        if step:  # the first step creates the state
+            assert torch.cuda.max_memory_allocated() - before <= 16 << 20
