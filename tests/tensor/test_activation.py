@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch, logits, made
+from families import batch, logits, make_model
 from torch import Tensor, nn
 
 import scantling as sc
@@ -26,14 +26,14 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def layer_of(**options: Any) -> TTLinear:
+def make_layer(**options: Any) -> TTLinear:
     torch.manual_seed(0)
     return TTLinear(42, 50, activation="silu", **options).double()
 
 
-def plainly(layer: TTLinear, x: Tensor) -> Tensor:
+def reference_forward(layer: TTLinear, x: Tensor) -> Tensor:
     """Compute the layer by its definition."""
-    first, *rest = layer.gated()
+    first, *rest = layer.gated_cores()
     number = len(layer.in_modes)
     sides = []
     for part in ([first, *rest[: number - 1]], rest[number - 1 :]):
@@ -50,19 +50,19 @@ def plainly(layer: TTLinear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 300])
 def test_activation_matches_definition(options: dict[str, Any], tokens: int) -> None:
-    layer = layer_of(**options)
+    layer = make_layer(**options)
     x = torch.randn(tokens, 42, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(layer(x), plainly(layer, x))
-    wanted = torch.autograd.grad(plainly(layer, x).square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(layer(x), reference_forward(layer, x))
+    wanted = torch.autograd.grad(reference_forward(layer, x).square().sum(), [x, *layer.parameters()])
     found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     torch.testing.assert_close(found, wanted)
     with torch.no_grad(), keep_merged(layer):
-        torch.testing.assert_close(layer(x), plainly(layer, x))
+        torch.testing.assert_close(layer(x), reference_forward(layer, x))
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 def test_contraction_blocks_do_not_span_activation(options: dict[str, Any]) -> None:
-    layer = layer_of(**options)
+    layer = make_layer(**options)
     inputs = len(layer.in_modes)
     for merges in (1.0, 0.0):
         for _, steps in best_orders(layer.network, merges):
@@ -71,7 +71,7 @@ def test_contraction_blocks_do_not_span_activation(options: dict[str, Any]) -> N
 
 
 def test_activation_gradients_match_numerical_gradients() -> None:
-    layer = layer_of(rank=3, num_modes=2)
+    layer = make_layer(rank=3, num_modes=2)
     x = torch.randn(4, 42, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(layer, (x,))
     assert torch.autograd.gradgradcheck(layer, (x,))
@@ -87,13 +87,13 @@ def test_activation_layer_initial_variance_matches_dense() -> None:
 
 
 def test_activation_layer_compiles_without_graph_break() -> None:
-    layer = layer_of(rank=6, num_modes=3).float()
+    layer = make_layer(rank=6, num_modes=3).float()
     x = torch.randn(64, 42)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 def test_compiled_weight_of_activation_layer_has_dtype_and_is_nan() -> None:
-    layer = layer_of(rank=6, num_modes=1)
+    layer = make_layer(rank=6, num_modes=1)
     x = torch.randn(5, 42)
 
     def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -113,14 +113,14 @@ class Block(nn.Module):
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
 
 
-def tensorized(**options: Any) -> nn.Module:
+def make_tt_model(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     ranks = {"*": {"rank": 6, "num_modes": 2, "activation": "silu", **options}}
     return sc.tensorize(Block().double(), ranks, filter_fn=lambda name, module: True)
 
 
 def test_activation_layers_with_shared_input_match_separate_layers() -> None:
-    model = tensorized()
+    model = make_tt_model()
     alone = copy.deepcopy(model)
     for layer in alone.modules():
         if isinstance(layer, TTLinear):
@@ -134,11 +134,11 @@ def test_activation_layers_with_shared_input_match_separate_layers() -> None:
         torch.testing.assert_close(one.grad, other.grad)
     layer = alone.get_submodule("q_proj")
     assert isinstance(layer, TTLinear)
-    torch.testing.assert_close(model(x)[:, :48], plainly(layer, x))
+    torch.testing.assert_close(model(x)[:, :48], reference_forward(layer, x))
 
 
 def test_adapter_truncates_activation_layer_without_changing_output() -> None:
-    model = tensorized()
+    model = make_tt_model()
     adapter = sc.RankAdapter(model, size_target=0.5, steps=20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y = torch.randn(64, 48, dtype=torch.float64), torch.randn(64, 96, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_adapter_truncates_activation_layer_without_changing_output() -> None:
 
 
 def test_pretrained_model_restores_activation(tmp_path: Path) -> None:
-    model = sc.tensorize(made("llama"), {"*_proj": {"rank": 4, "num_modes": 1, "activation": "silu"}})
+    model = sc.tensorize(make_model("llama"), {"*_proj": {"rank": 4, "num_modes": 1, "activation": "silu"}})
     for _ in range(2):
         model(**batch(model=model)).loss.backward()
     model.save_pretrained(tmp_path)
@@ -167,12 +167,12 @@ def test_pretrained_model_restores_activation(tmp_path: Path) -> None:
 def test_activation_layer_refuses_operations_on_dense_weight() -> None:
     with pytest.raises(UserError, match="activation='tanh'; it must be one of silu, or None"):
         TTLinear(8, 8, rank=2, activation="tanh")
-    with pytest.raises(UserError, match="no dense weight: silu stands between its cores"):
-        layer_of(rank=3).to_dense()
+    with pytest.raises(UserError, match="no dense weight: silu is between its cores"):
+        make_layer(rank=3).to_dense()
     with pytest.raises(UserError, match="'q_proj' has no dense weight"):
-        sc.densify(tensorized())
+        sc.densify(make_tt_model())
     ranks = {"*": {"rank": 6, "activation": "silu"}}
-    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a linear layer"):
         sc.tensorize(Block(), ranks, init="svd", filter_fn=lambda name, module: True)
 
 
@@ -181,7 +181,7 @@ def test_activation_layer_refuses_operations_on_dense_weight() -> None:
     [("tt", 3, None), ("tt-silu", 3, "silu"), ("low-rank", 1, None), ("cola", 1, "silu")],
 )
 def test_tensorize_formats(format: Any, modes: int, activation: str | None, tmp_path: Path) -> None:
-    model = sc.tensorize(made("mixtral"), rank=3, format=format)
+    model = sc.tensorize(make_model("mixtral"), rank=3, format=format)
     layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
     assert {len(layer.in_modes) for layer in layers} == {modes}
     assert {layer.activation for layer in layers} == {activation}
@@ -203,8 +203,10 @@ def test_tensorize_refuses_invalid_formats() -> None:
         UserError, match=r"given format='colla'; it must be one of tt, tt-silu, low-rank, cola \(did you mean"
     ):
         sc.tensorize(Block(), rank=2, format="colla")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="format 'cola' is of matrices, num_modes=1; given num_modes=3"):
+    with pytest.raises(
+        UserError, match="given num_modes=3 with format='cola', which has matrices: num_modes must be 1"
+    ):
         sc.tensorize(Block(), rank=2, format="cola", num_modes=3)
-    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a linear layer"):
         sc.tensorize(Block(), rank=6, format="cola", init="svd")
     assert len(sc.tensorize(Block(), rank=2, format="tt-silu", num_modes=2).get_submodule("q_proj").in_modes) == 2

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCAB, batch, logits, made
+from families import FAMILIES, VOCAB, batch, logits, make_model
 from torch import nn
 
 import scantling as sc
@@ -24,7 +24,7 @@ RANK = 4
 ALL = {"filter_fn": lambda name, module: True}
 
 
-def notes(model: Any) -> list[dict[str, str]]:
+def tied_records(model: Any) -> list[dict[str, str]]:
     return [dict(model._tied_weights_keys or {}), dict(model.all_tied_weights_keys)]
 
 
@@ -34,7 +34,7 @@ def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_rank_tensorize_and_densify_keep_outputs(family: str) -> None:
-    model = made(family)
+    model = make_model(family)
     dense = copy.deepcopy(model)
     wanted = logits(model)
     assert sc.tensorize(model, 64, init="svd", **ALL) is model
@@ -51,14 +51,14 @@ def test_full_rank_tensorize_and_densify_keep_outputs(family: str) -> None:
     assert classes(model) == classes(dense)
     shapes = {name: tensor.shape for name, tensor in dense.state_dict().items()}
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
-    assert notes(model) == notes(dense)
+    assert tied_records(model) == tied_records(dense)
     names = [name for name, _ in dense.named_parameters()]
     assert sorted(name for name, _ in model.named_parameters()) == sorted(names), "not tied as before"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensorized_model_trains(family: str) -> None:
-    model = made(family).train()
+    model = make_model(family).train()
     before = sum(parameter.numel() for parameter in model.parameters())
     sc.tensorize(model, RANK)
     assert sum(parameter.numel() for parameter in model.parameters()) < before / 2
@@ -87,7 +87,7 @@ def test_tensorized_model_trains(family: str) -> None:
 
 
 def test_tensorize_is_deterministic_for_a_seed() -> None:
-    one, other, third = (made("llama-tied") for _ in range(3))
+    one, other, third = (make_model("llama-tied") for _ in range(3))
     for model, seed in ((one, 3), (other, 3), (third, 4)):
         torch.manual_seed(seed)
         sc.tensorize(model, RANK)
@@ -97,7 +97,7 @@ def test_tensorize_is_deterministic_for_a_seed() -> None:
 
 def test_tt_experts_route_like_dense_experts() -> None:
     """Expert indices beyond the last one stand for no expert; biases and gates are those of the original class."""
-    experts = made("gpt-oss").model.layers[0].mlp.experts
+    experts = make_model("gpt-oss").model.layers[0].mlp.experts
     nn.init.normal_(experts.gate_up_proj_bias)
     nn.init.normal_(experts.down_proj_bias)
     holder = nn.ModuleDict({"experts": copy.deepcopy(experts)})
@@ -160,7 +160,7 @@ def test_tensorize_converts_custom_model() -> None:
 
 
 def test_tensorize_keeps_shared_embeddings_shared() -> None:
-    model = sc.tensorize(made("t5"), RANK)
+    model = sc.tensorize(make_model("t5"), RANK)
     assert model.shared is model.encoder.embed_tokens
     assert model.shared is model.decoder.embed_tokens
     assert model.lm_head.table is model.shared
@@ -172,7 +172,7 @@ def test_tensorize_keeps_shared_embeddings_shared() -> None:
 
 
 def test_tensorize_keeps_tied_bias() -> None:
-    model = sc.tensorize(made("bert"), RANK)
+    model = sc.tensorize(make_model("bert"), RANK)
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
     model.tie_weights()
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
@@ -181,7 +181,7 @@ def test_tensorize_keeps_tied_bias() -> None:
 
 
 def test_copied_head_is_tied_to_copied_table() -> None:
-    model = sc.tensorize(made("llama-tied"), RANK)
+    model = sc.tensorize(make_model("llama-tied"), RANK)
     before = logits(model)
     twin = copy.deepcopy(model)
     assert twin.lm_head.table is twin.model.embed_tokens
@@ -211,7 +211,7 @@ def test_tensorize_skips_weights_shared_with_other_modules() -> None:
 
 
 def test_tensorize_ranks_by_pattern() -> None:
-    model = made("llama")
+    model = make_model("llama")
     sc.tensorize(
         model,
         {
@@ -232,7 +232,7 @@ def test_tensorize_ranks_by_pattern() -> None:
 
 
 def test_tensorize_expert_ranks_by_pattern() -> None:
-    model = sc.tensorize(made("mixtral"), {"*.experts.up": 3, "*.experts": {"rank": 5, "num_modes": 2}})
+    model = sc.tensorize(make_model("mixtral"), {"*.experts.up": 3, "*.experts": {"rank": 5, "num_modes": 2}})
     experts = model.model.layers[0].mlp.experts
     assert max(experts.up[2].ranks) == 3
     assert max(experts.down[2].ranks) == 5
@@ -241,7 +241,7 @@ def test_tensorize_expert_ranks_by_pattern() -> None:
 
 def test_tensorize_warns_of_unused_pattern(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="scantling"):
-        sc.tensorize(made("llama"), {"*q_proj": 4, "*foo": 8})
+        sc.tensorize(make_model("llama"), {"*q_proj": 4, "*foo": 8})
     assert [record.getMessage() for record in caplog.records] == ["tensorize: the pattern '*foo' selects no layer"]
 
 
@@ -330,7 +330,7 @@ def test_tensorize_on_meta_device() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.lm_head.table is model.model.embed_tokens
     model.to_empty(device="cpu")
-    state = sc.tensorize(made("llama-tied"), RANK).state_dict()
+    state = sc.tensorize(make_model("llama-tied"), RANK).state_dict()
     model.load_state_dict(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     with torch.device("meta"):
@@ -341,7 +341,7 @@ def test_tensorize_on_meta_device() -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_tensorized_model_supports_checkpointing_and_autocast() -> None:
-    model = sc.tensorize(made("llama-tied").train(), RANK)
+    model = sc.tensorize(make_model("llama-tied").train(), RANK)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch()).loss.backward()
     plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensorize_refuses_invalid_arguments_without_changes(case: str) -> None:
     arguments, message = REFUSED[case]
-    model = made("llama-tied")
+    model = make_model("llama-tied")
     before = classes(model)
     with pytest.raises(UserError, match=message):
         sc.tensorize(model, **arguments)
@@ -394,7 +394,7 @@ def test_tensorize_refuses_invalid_arguments_without_changes(case: str) -> None:
 
 
 def test_tensorize_refuses_unsupported_models() -> None:
-    model = sc.tensorize(made("llama"), RANK)
+    model = sc.tensorize(make_model("llama"), RANK)
     with pytest.raises(UserError, match=r"model.embed_tokens is already a TT layer; call sc.densify"):
         sc.tensorize(model, RANK)
     with pytest.raises(UserError, match="has no linear layers"):
@@ -408,7 +408,7 @@ def test_tensorize_refuses_unsupported_models() -> None:
         broken[0].weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="0: its weight holds NaN"):
         sc.tensorize(broken, RANK)
-    with pytest.raises(UserError, match="TT bags take sums and means"):
+    with pytest.raises(UserError, match="TT bags support the modes sum and mean"):
         sc.tensorize(nn.Sequential(nn.EmbeddingBag(96, 32, mode="max")), RANK)
     plain = own()
     assert sc.densify(plain) is plain

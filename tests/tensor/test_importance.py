@@ -283,7 +283,7 @@ def test_adapter_refuses_foreign_state_without_changes() -> None:
     before = other.ranks(), other.step
     short = {**state, "values": {**state["values"], "importance": state["values"]["importance"][1:]}}
     lacking = {**state, "values": {k: v for k, v in state["values"].items() if k != "importance"}}
-    for bad, message in ((short, "knows 'importance' of"), (lacking, "lacks 'importance'")):
+    for bad, message in ((short, "has 'importance' of"), (lacking, "has no 'importance'")):
         with pytest.raises(UserError, match=message):
             other.load_state_dict(bad)
         assert (other.ranks(), other.step) == before

@@ -26,7 +26,7 @@ def tt(family: str = "llama") -> Any:
     return sc.tensorize(made(family), 8)
 
 
-def adapted(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
+def add_lora(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
     """Return a model with adapters that change it: B is nonzero."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
@@ -76,7 +76,7 @@ def test_lora_on_embeddings_and_heads(family: str) -> None:
     base = tt(family)
     inputs = batch(model=base)
     names = [name for name, module in base.named_modules() if isinstance(module, sc.TTMEmbedding)]
-    model = adapted(copy.deepcopy(base), [name.rpartition(".")[2] for name in names] + ["lm_head"])
+    model = add_lora(copy.deepcopy(base), [name.rpartition(".")[2] for name in names] + ["lm_head"])
     changed = model(**inputs).logits.detach()
     assert not torch.allclose(changed, base(**inputs).logits)
     model(**inputs).loss.backward()
@@ -91,7 +91,7 @@ def test_lora_keeps_shared_input_products() -> None:
     base = tt()
     inputs = batch(rows=64, model=base)
     for targets in (["q_proj"], ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"]):
-        model = adapted(copy.deepcopy(base), targets)
+        model = add_lora(copy.deepcopy(base), targets)
         tuned = model(**inputs).logits.detach()
         dense = sc.densify(copy.deepcopy(model))
         torch.testing.assert_close(tuned, dense(**inputs).logits, rtol=1e-4, atol=1e-5)
@@ -143,9 +143,9 @@ def test_adapters_that_need_dense_weight_are_refused(words: str) -> None:
 
 
 def test_lora_refuses_experts_and_all_linear_skips_them() -> None:
-    with pytest.raises(UserError, match=r"mlp\.experts is a TTExperts, which takes no adapters"):
-        adapted(tt("mixtral"), ["experts"])
-    model = adapted(tt("mixtral"))
+    with pytest.raises(UserError, match=r"mlp\.experts is a TTExperts, which does not support adapters"):
+        add_lora(tt("mixtral"), ["experts"])
+    model = add_lora(tt("mixtral"))
     assert not any("experts" in name for name in model.base_model.targeted_module_names)
 
 

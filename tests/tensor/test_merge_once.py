@@ -40,28 +40,28 @@ def backward(model: Net, passes: int) -> None:
         nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
 
 
-def written(core: nn.Parameter) -> None:
+def write_in_place(core: nn.Parameter) -> None:
     core.data.mul_(1.5)
 
 
-def swapped(core: nn.Parameter) -> None:
+def swap_data(core: nn.Parameter) -> None:
     core.data = 1.5 * core.data
 
 
-def by_vector(core: nn.Parameter) -> None:
+def write_from_vector(core: nn.Parameter) -> None:
     nn.utils.vector_to_parameters(1.5 * nn.utils.parameters_to_vector([core]), [core])
 
 
-def by_numpy(core: nn.Parameter) -> None:
+def write_with_numpy(core: nn.Parameter) -> None:
     core.detach().numpy()[...] *= 1.5
 
 
-def after_step(core: nn.Parameter) -> None:
+def take_step(core: nn.Parameter) -> None:
     core.grad = core.detach().clone()
     torch.optim.AdamW([core], lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [written, swapped, by_vector, by_numpy, after_step])
+@pytest.mark.parametrize("change", [write_in_place, swap_data, write_from_vector, write_with_numpy, take_step])
 def test_evaluation_sees_changed_cores(change: Callable[[nn.Parameter], None]) -> None:
     model = net().eval()
     ids = torch.randint(60, (5, 7))
@@ -116,11 +116,11 @@ def test_merge_once_merges_once() -> None:
     model = net()
     merges: list[int] = []
 
-    def counted(self: layer_module.TTLayer) -> list[Tensor]:
+    def count_calls(self: layer_module.TTLayer) -> list[Tensor]:
         merges.append(1)
         return list(self.cores)
 
-    with patch.object(layer_module.TTLayer, "gated", counted):
+    with patch.object(layer_module.TTLayer, "gated_cores", count_calls):
         backward(model, 4)
         alone = len(merges)
         merges.clear()
@@ -133,13 +133,13 @@ def test_merge_once_merges_once() -> None:
 def test_merge_once_leaves_no_state() -> None:
     model = net()
 
-    def broken_off() -> None:
+    def abort() -> None:
         with merge_once(model, 2):
             backward(model, 1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        broken_off()
+        abort()
     assert model.linear.cores[0].grad is None
     with merge_once(model, 1), pytest.raises(RuntimeError, match="already active"), merge_once(model, 1):
         pass
@@ -155,14 +155,14 @@ def test_keep_merged_serves_all_passes_without_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     merges: list[int] = []
-    gated = TTLayer.gated
+    gated = TTLayer.gated_cores
 
-    def counted(self: TTLayer) -> list[Tensor]:
+    def count_calls(self: TTLayer) -> list[Tensor]:
         merges.append(1)
         return gated(self)
 
     expected = model(ids).detach()
-    with patch.object(TTLayer, "gated", counted), keep_merged(model), torch.no_grad():
+    with patch.object(TTLayer, "gated_cores", count_calls), keep_merged(model), torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(model(ids), expected)
         assert 1 <= len(merges) <= 3  # an embedding and a head may use the same blocks

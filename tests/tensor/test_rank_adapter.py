@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import made
+from families import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def steps(
     return losses
 
 
-def numbers_in(model: nn.Module) -> int:
+def num_parameters(model: nn.Module) -> int:
     return sum(core.numel() for layer in model.modules() if isinstance(layer, TTLayer) for core in layer.cores)
 
 
@@ -138,7 +138,7 @@ def test_size_matches_parameters_and_plan() -> None:
 @pytest.mark.parametrize("optimizer", ["came", "came-int8", "adamw", "sgd"])
 def test_adapter_reaches_size_target(target: float, optimizer: str) -> None:
     model = net(width=64, rank=12)
-    before = numbers_in(model)
+    before = num_parameters(model)
     adapter = RankAdapter(model, size_target=target, steps=60)
     made: torch.optim.Optimizer
     if optimizer.startswith("came"):
@@ -150,8 +150,8 @@ def test_adapter_reaches_size_target(target: float, optimizer: str) -> None:
     assert adapter.num_parameters() == before
     losses = steps(model, adapter, made, range(70), cut_every=15)
     adapter.truncate(made)
-    assert adapter.num_parameters() == numbers_in(model)
-    assert numbers_in(model) == pytest.approx(target * before, rel=0.02)
+    assert adapter.num_parameters() == num_parameters(model)
+    assert num_parameters(model) == pytest.approx(target * before, rel=0.02)
     assert all(layer.ranks == adapter.ranks()[name] for name, layer in adapter.layers.items())
     assert losses[-1] == losses[-1] < losses[0] + 0.5
     assert steps(model, adapter, made, range(70, 75))[-1] < losses[0] + 0.5
@@ -207,12 +207,12 @@ def test_flops_target_holds_when_pruned_at_once(width: int, rank: int, target: f
     adapter = RankAdapter(model, size_target=target, unit="flops", steps=20, tokens=tokens)
     wanted = adapter.target
     adapter.finish()
-    costs = [flops_of(layer, tokens) for layer in model]
+    costs = [step_flops(layer, tokens) for layer in model]
     assert sum(costs) == pytest.approx(wanted, rel=0.02)
     assert adapter.size() == pytest.approx(sum(costs))
 
 
-def flops_of(layer: sc.TTLinear, tokens: int) -> float:
+def step_flops(layer: sc.TTLinear, tokens: int) -> float:
     """Return the FLOPs per token, forward and backward."""
     return 6.0 * layer.plan(tokens).macs / tokens
 
@@ -229,9 +229,9 @@ def test_flops_target_counts_tied_head() -> None:
 
 
 def test_flops_target_counts_experts_by_tokens() -> None:
-    model = sc.tensorize(made("mixtral"), {"*.experts": 4})
+    model = sc.tensorize(make_model("mixtral"), {"*.experts": 4})
     adapter = RankAdapter(model, size_target=0.5, unit="flops", tokens=64)
-    assert adapter.size() == pytest.approx(sum(flops_of(layer, 32) for layer in adapter.layers.values()) * 32 / 64)
+    assert adapter.size() == pytest.approx(sum(step_flops(layer, 32) for layer in adapter.layers.values()) * 32 / 64)
     adapter.detach()
     for module in model.modules():
         if isinstance(module, TTExperts):
@@ -258,23 +258,23 @@ def test_paper_schedule_averages_losses_of_skipped_steps() -> None:
     adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=5)
     optimizer = came(model)
 
-    def passed(*losses: float) -> None:
+    def run_passes(*losses: float) -> None:
         for loss in losses:
             adapter.loss(torch.tensor(loss, requires_grad=True) / len(losses), share=1 / len(losses)).backward()
 
     def mean_loss() -> float:
         return float(adapter._schedule.mean_loss / adapter._schedule.weight)
 
-    passed(float("nan"))
-    passed(2.0, 2.0, 2.0)
+    run_passes(float("nan"))
+    run_passes(2.0, 2.0, 2.0)
     optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
-    passed(2.0)  # skipped
-    passed(2.0)
+    run_passes(2.0)  # skipped
+    run_passes(2.0)
     optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
     for _ in range(3):
-        passed(float("nan"))
+        run_passes(float("nan"))
         optimizer.step()
     assert mean_loss() == pytest.approx(2.0)
     assert float(adapter._schedule.reference) == pytest.approx(2.0)
@@ -332,9 +332,9 @@ def test_truncate_keeps_outputs() -> None:
     nn.functional.cross_entropy(model(ids), wanted).backward()
     before, size = model(ids), adapter.num_parameters()
     gradients = {name: param.grad for name, param in model.named_parameters()}
-    assert numbers_in(model) > size
+    assert num_parameters(model) > size
     assert adapter.truncate(optimizer) > 0
-    assert numbers_in(model) == size == adapter.num_parameters()
+    assert num_parameters(model) == size == adapter.num_parameters()
     assert ((model(ids) - before).norm() / before.norm()).item() < 1e-6
     for name, param in model.named_parameters():
         grad = gradients[name]
@@ -356,19 +356,19 @@ def test_step_after_truncate_equals_projected_step(optimizer: str) -> None:
     model = net()
     adapter = RankAdapter(model)
 
-    def made(parameters: Net) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: Net) -> torch.optim.Optimizer:
         if optimizer == "came":
             return came(parameters, clip_threshold=1e9)
         return torch.optim.AdamW(parameters.parameters(), lr=1e-3)
 
-    after_step = made(model)
+    after_step = make_optimizer(model)
     steps(model, adapter, after_step, range(5))
     with torch.no_grad():
         for layer in adapter.layers.values():
             for gate in layer.rank_gates or ():
                 gate[:2] = -1.0
     twin = copy.deepcopy(model)
-    twin_stepped = made(twin)
+    twin_stepped = make_optimizer(twin)
     twin_stepped.load_state_dict(copy.deepcopy(after_step.state_dict()))
     adapter.truncate(after_step)
     steps(twin, None, twin_stepped, range(5, 6))
@@ -452,7 +452,7 @@ def test_linear_without_ranks_returns_bias() -> None:
     adapter.truncate(optimizer)
     torch.testing.assert_close(model.first(x), expected, rtol=0, atol=0)
     assert sum(core.numel() for core in model.first.cores) == 0
-    assert numbers_in(model) == adapter.num_parameters()
+    assert num_parameters(model) == adapter.num_parameters()
     losses = steps(model, adapter, optimizer, range(5, 10))
     assert all(torch.isfinite(torch.tensor(losses)))
     assert all(torch.isfinite(param).all() for param in model.parameters())
@@ -516,9 +516,9 @@ def test_adapter_uses_gates_of_checkpoint() -> None:
     assert resumed.ranks() == adapter.ranks() != {name: layer.ranks for name, layer in adapter.layers.items()}
     resumed.load_state_dict(adapter.state_dict())
     assert (resumed.size(), resumed.target, resumed.step) == (adapter.size(), adapter.target, adapter.step)
-    with pytest.raises(UserError, match="rank gates already"):
+    with pytest.raises(UserError, match="another RankAdapter is attached"):
         RankAdapter(loaded)
-    with pytest.raises(UserError, match="is the least"):
+    with pytest.raises(UserError, match="the minimum is"):
         RankAdapter(copy.deepcopy(model), size_target=0.001)
 
 
@@ -562,8 +562,8 @@ def test_pruned_rank_can_become_active_again(name: str) -> None:
         gate[0] = -0.005
     assert not student.first.active_ranks()[0][0]
     groups = [{"params": [gate], "role": "vector"}]
-    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "came": sc.CAME}[name]
-    optimizer = made(groups, lr={"sgd": 1e-3}.get(name, 1e-2))
+    optimizer_class = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "came": sc.CAME}[name]
+    optimizer = optimizer_class(groups, lr={"sgd": 1e-3}.get(name, 1e-2))
     for step, target in wanted.items():
         nn.functional.mse_loss(student.first(torch.ones(1, 64) + batch(step)[0].repeat(1, 32)), target).backward()
         optimizer.step()
@@ -637,7 +637,7 @@ LARGE_STEPS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
 @pytest.mark.parametrize("name", LARGE_STEPS)
 @pytest.mark.parametrize("cut_every", [0, 12])
 def test_target_holds_after_large_steps_and_resume(name: str, cut_every: int) -> None:
-    def started(seed: int) -> tuple[Net, RankAdapter, torch.optim.Optimizer]:
+    def start(seed: int) -> tuple[Net, RankAdapter, torch.optim.Optimizer]:
         model = net(seed)
         adapter = RankAdapter(model, size_target=0.5, steps=10)
         rank_gates = [param for param_name, param in model.named_parameters() if "rank_gates" in param_name]
@@ -646,14 +646,14 @@ def test_target_holds_after_large_steps_and_resume(name: str, cut_every: int) ->
         optimizer.add_param_group({"params": others, "lr": 1e-4})
         return model, adapter, optimizer
 
-    model, adapter, optimizer = started(0)
+    model, adapter, optimizer = start(0)
     steps(model, adapter, optimizer, range(15), cut_every)
     saved = copy.deepcopy((adapter.state_dict(), model.state_dict(), optimizer.state_dict()))
     for number in range(15, 40):
         steps(model, adapter, optimizer, range(number, number + 1), cut_every)
         assert adapter.size() == pytest.approx(adapter.target, rel=0.01)
 
-    again, resumed, after_step = started(5)
+    again, resumed, after_step = start(5)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     after_step.load_state_dict(saved[2])
@@ -689,7 +689,7 @@ def test_target_holds_exactly_after_steps_for_any_optimizer(kind: str) -> None:
     before = model(ids)
     adapter.truncate(optimizer)
     torch.testing.assert_close(model(ids), before, rtol=1e-5, atol=1e-5)
-    assert numbers_in(model) == adapter.num_parameters() == pytest.approx(adapter.target, rel=0.02)
+    assert num_parameters(model) == adapter.num_parameters() == pytest.approx(adapter.target, rel=0.02)
 
 
 def test_two_optimizers_count_as_one_step() -> None:
@@ -712,10 +712,12 @@ def test_finish_reaches_target_and_removes_gates() -> None:
     optimizer = came(model, momentum="int8")
     steps(model, adapter, optimizer, range(5))
     adapter.finish(optimizer)
-    assert numbers_in(model) == adapter.num_parameters() == adapter.size() == pytest.approx(adapter.target, rel=0.02)
+    assert (
+        num_parameters(model) == adapter.num_parameters() == adapter.size() == pytest.approx(adapter.target, rel=0.02)
+    )
     loss = torch.tensor(1.0, requires_grad=True)
     assert adapter.loss(loss) is loss
-    assert adapter.metrics()["tensor_parameters"] == numbers_in(model)
+    assert adapter.metrics()["tensor_parameters"] == num_parameters(model)
     late = net()
     held = RankAdapter(late, size_target=0.3, steps=5)
     optimizer = came(late)
@@ -725,7 +727,7 @@ def test_finish_reaches_target_and_removes_gates() -> None:
             for gate in layer.rank_gates or ():
                 gate.fill_(1.0)
     held.finish()
-    assert numbers_in(late) == pytest.approx(held.target, rel=0.02)
+    assert num_parameters(late) == pytest.approx(held.target, rel=0.02)
 
 
 def test_adapter_skips_single_core_layers() -> None:
@@ -799,15 +801,15 @@ def test_adapter_refuses_invalid_arguments() -> None:
     assert model.first.rank_gates is None
     for options, message in (
         ({"size_target": -1.0}, "size_target must be a finite number above 0.0; given -1.0"),
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"steps": 0}, "steps must be an integer of at least 1"),
         ({"schedule": "late"}, "schedule must be importance or paper; given 'late'"),
         ({"unit": "MB"}, "unit must be parameters, flops or bytes"),
-        ({"stepps": 3}, "stepps is not known .did you mean"),
+        ({"stepps": 3}, "stepps is unknown .did you mean"),
         ({"threshold": 1.0}, "threshold must be below 1"),
         ({"hold": "no"}, "hold must be true or false; given 'no'"),
-        ({"early_steps": -5, "schedule": "paper"}, "early_steps must be a whole number of at least 0; given -5"),
-        ({"steps": 10.5}, "steps must be a whole number of at least 1; given 10.5"),
-        ({"interval": 2.5}, "interval must be a whole number"),
+        ({"early_steps": -5, "schedule": "paper"}, "early_steps must be an integer of at least 0; given -5"),
+        ({"steps": 10.5}, "steps must be an integer of at least 1; given 10.5"),
+        ({"interval": 2.5}, "interval must be an integer"),
         ({"size_target": float("inf")}, "size_target must be a finite number above 0"),
         ({"loss_target": "x", "schedule": "paper"}, "loss_target must be a finite number; given 'x'"),
     ):
@@ -828,14 +830,14 @@ def test_adapter_refuses_invalid_arguments() -> None:
         adapter.truncate(too_early)
     with pytest.raises(UserError, match="LBFGS keeps one history"):
         adapter.truncate(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(UserError, match="other layers"):
+    with pytest.raises(UserError, match="different layers"):
         adapter.load_state_dict({**adapter.state_dict(), "ranks": {"nowhere": [1, 1]}})
-    with pytest.raises(UserError, match="the state of the RankAdapter has unit='bytes', this one unit='parameters'"):
+    with pytest.raises(UserError, match="the state has unit='bytes', this RankAdapter unit='parameters'"):
         adapter.load_state_dict({**adapter.state_dict(), "unit": "bytes"})
     for name, other_value in (("size_target", 0.3), ("steps", 50), ("begin", 7)):
-        with pytest.raises(UserError, match=f"has {name}={other_value}, this one"):
+        with pytest.raises(UserError, match=f"has {name}={other_value}, this RankAdapter"):
             adapter.load_state_dict({**adapter.state_dict(), name: other_value})
-    with pytest.raises(UserError, match="no state of a RankAdapter, or one of another version: it lacks 'values'"):
+    with pytest.raises(UserError, match="the state has no 'values'; it is not the state of a RankAdapter"):
         adapter.load_state_dict({key: value for key, value in adapter.state_dict().items() if key != "values"})
     other = net(rank=4)
     RankAdapter(other)
@@ -925,7 +927,7 @@ def test_optimizers_continue_after_slicing(name: str) -> None:
     adapter = RankAdapter(model, size_target=0.4, steps=8)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     steps(model, adapter, optimizer, range(14), cut_every=3)
-    assert numbers_in(model) == adapter.num_parameters()
+    assert num_parameters(model) == adapter.num_parameters()
 
 
 def test_gradient_release_continues_after_slicing() -> None:
@@ -938,7 +940,7 @@ def test_gradient_release_continues_after_slicing() -> None:
         if number % 3 == 2:
             adapter.truncate(optimizer)
     handle.remove()
-    assert numbers_in(model) == adapter.num_parameters()
+    assert num_parameters(model) == adapter.num_parameters()
 
 
 def test_gates_compile_without_graph_break() -> None:

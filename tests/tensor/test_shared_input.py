@@ -57,7 +57,7 @@ class Wide(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Written(Attention):
+class ParentWithCall(Attention):
     """Attention with a given forward pass."""
 
     def __init__(self, call: Callable[[Any, Tensor], list[Tensor]]) -> None:
@@ -68,11 +68,11 @@ class Written(Attention):
         return torch.cat(self.call(self, x), dim=-1)
 
 
-def written(call: Callable[[Any, Tensor], list[Tensor]]) -> tuple[Written, Written]:
+def make_pair(call: Callable[[Any, Tensor], list[Tensor]]) -> tuple[ParentWithCall, ParentWithCall]:
     """Return the same as `pair`, with another forward pass."""
     torch.manual_seed(0)
-    shared_input = sc.tensorize(Written(call).double(), rank=6, filter_fn=lambda name, module: True)
-    assert isinstance(shared_input, Written)
+    shared_input = sc.tensorize(ParentWithCall(call).double(), rank=6, filter_fn=lambda name, module: True)
+    assert isinstance(shared_input, ParentWithCall)
     alone = copy.deepcopy(shared_input)
     for layer in alone.modules():
         if isinstance(layer, TTLinear):
@@ -109,7 +109,7 @@ def test_shared_product_is_not_used_for_few_tokens() -> None:
     assert 18 not in counted
 
 
-def of_different_inputs(own: Any, x: Tensor) -> list[Tensor]:
+def with_different_inputs(own: Any, x: Tensor) -> list[Tensor]:
     return [own.q_proj(x), own.k_proj(x + 1.0), own.v_proj(x + 1.0)]
 
 
@@ -123,7 +123,7 @@ def checkpointed_one_by_one(own: Any, x: Tensor) -> list[Tensor]:
     return [checkpoint(layer, x, use_reentrant=False) for layer in (own.q_proj, own.k_proj, own.v_proj)]
 
 
-def one_left_out(own: Any, x: Tensor) -> list[Tensor]:
+def skip_one_layer(own: Any, x: Tensor) -> list[Tensor]:
     return [own.q_proj(x), own.k_proj(x)]
 
 
@@ -134,10 +134,10 @@ def twice(own: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     "call",
-    [of_different_inputs, partly_without_gradients, checkpointed_one_by_one, one_left_out, twice],
+    [with_different_inputs, partly_without_gradients, checkpointed_one_by_one, skip_one_layer, twice],
 )
 def test_shared_product_is_correct_for_any_call_order(call: Any, checkpointed: bool) -> None:
-    shared_input, alone = written(call)
+    shared_input, alone = make_pair(call)
     for number in range(3):
         x = torch.randn(512, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         results = []
@@ -157,20 +157,20 @@ def test_shared_product_is_correct_for_any_call_order(call: Any, checkpointed: b
 
 
 def test_shared_product_is_disabled_after_unshared_pass() -> None:
-    for call in (of_different_inputs, one_left_out):
-        shared_input, _ = written(call)
+    for call in (with_different_inputs, skip_one_layer):
+        shared_input, _ = make_pair(call)
         x = torch.randn(512, 48, dtype=torch.float64)
         shared_input(x).sum().backward()
         shared_input.zero_grad(set_to_none=True)
         with widths() as counted:
             shared_input(x).sum().backward()
         assert 18 not in counted
-        if call is one_left_out:
+        if call is skip_one_layer:
             assert all(parameter.grad is None for parameter in shared_input.v_proj.parameters())
 
 
 def test_shared_product_detects_input_changed_in_place() -> None:
-    shared_input, alone = written(lambda own, x: [own.q_proj(x), own.k_proj(x.mul_(2.0)), own.v_proj(x)])
+    shared_input, alone = make_pair(lambda own, x: [own.q_proj(x), own.k_proj(x.mul_(2.0)), own.v_proj(x)])
     x = torch.randn(512, 48, dtype=torch.float64)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:

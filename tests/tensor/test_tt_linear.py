@@ -26,7 +26,7 @@ LAYERS: list[tuple[tuple[int, int], dict[str, Any]]] = [
 ]
 
 
-def layer_of(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
+def make_layer(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
     torch.manual_seed(0)
     return TTLinear(*sizes, **options).double()
 
@@ -34,7 +34,7 @@ def layer_of(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
 @pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
 @pytest.mark.parametrize("lead", [(1,), (2, 3), (200,), (0,), ()], ids=str)
 def test_tt_linear_matches_dense(sizes: tuple[int, int], options: dict[str, Any], lead: tuple[int, ...]) -> None:
-    layer = layer_of(sizes, options)
+    layer = make_layer(sizes, options)
     x = torch.randn(*lead, sizes[0], dtype=torch.float64)
     linear = layer.to_dense()
     torch.testing.assert_close(layer(x), linear(x))
@@ -51,7 +51,7 @@ def test_tt_linear_documented_ranks_and_parameters() -> None:
 
 @pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
 def test_tt_linear_initial_variance_matches_linear(sizes: tuple[int, int], options: Any) -> None:
-    layer = layer_of(sizes, options)
+    layer = make_layer(sizes, options)
     variance = layer.dense_weight().square().mean().item()
     assert variance == pytest.approx(1 / (3 * sizes[0]), rel=1e-6)
 
@@ -109,18 +109,18 @@ def test_padded_outputs_are_contiguous(lead: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
 def test_tt_linear_gradients_match_numerical_gradients(num_tokens: int) -> None:
-    layer = layer_of((7, 10), {"rank": 3, "num_modes": 2})
+    layer = make_layer((7, 10), {"rank": 3, "num_modes": 2})
     x = torch.randn(num_tokens, 7, dtype=torch.float64, requires_grad=True)
 
-    def of_all(x: torch.Tensor, *cores: torch.Tensor) -> torch.Tensor:
+    def contract_all(x: torch.Tensor, *cores: torch.Tensor) -> torch.Tensor:
         values = {f"cores.{index}": core for index, core in enumerate(cores)}
         return torch.func.functional_call(layer, values, (x,))
 
     merged = any(isinstance(step.tree, tuple) for step in layer.plan(num_tokens).steps)
     assert merged == (num_tokens == 40), "few tokens go through core after core, many through merged ones"
     inputs = (x, *layer.cores)
-    assert torch.autograd.gradcheck(of_all, inputs, fast_mode=num_tokens == 40)
-    assert torch.autograd.gradgradcheck(of_all, inputs, fast_mode=num_tokens == 40)
+    assert torch.autograd.gradcheck(contract_all, inputs, fast_mode=num_tokens == 40)
+    assert torch.autograd.gradgradcheck(contract_all, inputs, fast_mode=num_tokens == 40)
 
 
 def test_tt_linear_compiles_once_for_many_token_counts() -> None:

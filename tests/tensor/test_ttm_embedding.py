@@ -22,7 +22,7 @@ TABLES: list[dict[str, Any]] = [
 ]
 
 
-def table_of(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, **more: Any) -> TTMEmbedding:
+def make_table(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, **more: Any) -> TTMEmbedding:
     torch.manual_seed(0)
     return kind(**options, **more).double()
 
@@ -30,7 +30,7 @@ def table_of(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, *
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("shape", [(7, 11), (1,), (), (0, 3), (400,)], ids=str)
 def test_embedding_rows_match_dense(options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    table = table_of(options)
+    table = make_table(options)
     dense = table.to_dense()
     ids = torch.randint(0, options["num_embeddings"], shape)
     torch.testing.assert_close(table(ids), dense(ids))
@@ -39,7 +39,7 @@ def test_embedding_rows_match_dense(options: dict[str, Any], shape: tuple[int, .
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
 def test_embedding_gradients_match_dense(options: dict[str, Any]) -> None:
-    table = table_of(options)
+    table = make_table(options)
     ids = torch.randint(0, options["num_embeddings"], (30,))
     weights = torch.randn(30, options["embedding_dim"], dtype=torch.float64)
     (table(ids) * weights).sum().backward()
@@ -58,7 +58,7 @@ def test_embedding_documented_parameters() -> None:
 
 @pytest.mark.parametrize("options", [o for o in TABLES if "padding_idx" not in o], ids=str)
 def test_embedding_initial_variance_is_one(options: dict[str, Any]) -> None:
-    assert table_of(options).dense_weight().square().mean().item() == pytest.approx(1.0, rel=1e-6)
+    assert make_table(options).dense_weight().square().mean().item() == pytest.approx(1.0, rel=1e-6)
 
 
 def test_large_table_needs_no_index_memory() -> None:
@@ -84,16 +84,16 @@ def test_repeated_ids_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("max_elements", [1 << 24, 50])
 def test_logits_match_dense_product(options: dict[str, Any], max_elements: int) -> None:
-    table = table_of(options)
+    table = make_table(options)
     hidden = torch.randn(3, 5, options["embedding_dim"], dtype=torch.float64)
     torch.testing.assert_close(table.logits(hidden, max_elements), hidden @ table.dense_weight().t())
 
 
 def test_logits_gradients_match_dense() -> None:
-    table = table_of({"num_embeddings": 11, "embedding_dim": 6, "rank": 2, "num_modes": 2})
+    table = make_table({"num_embeddings": 11, "embedding_dim": 6, "rank": 2, "num_modes": 2})
     hidden = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
 
-    def of_all(hidden: Tensor, *cores: Tensor) -> Tensor:
+    def compute(hidden: Tensor, *cores: Tensor) -> Tensor:
         class Tied(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -105,8 +105,8 @@ def test_logits_gradients_match_dense() -> None:
         values = {f"table.cores.{index}": core for index, core in enumerate(cores)}
         return torch.func.functional_call(Tied(), values, (hidden,))
 
-    assert torch.autograd.gradcheck(of_all, (hidden, *table.cores))
-    assert torch.autograd.gradgradcheck(of_all, (hidden, *table.cores), fast_mode=True)
+    assert torch.autograd.gradcheck(compute, (hidden, *table.cores))
+    assert torch.autograd.gradgradcheck(compute, (hidden, *table.cores), fast_mode=True)
 
 
 def test_lookup_does_not_save_block_rows_for_backward() -> None:
@@ -132,20 +132,20 @@ def test_lookup_does_not_save_block_rows_for_backward() -> None:
 @pytest.mark.parametrize("number", [3, 60])
 def test_embedding_gradients_match_numerical_gradients(number: int) -> None:
     """Few ids are looked up row by row, many from merged tables."""
-    table = table_of(TABLES[0])
+    table = make_table(TABLES[0])
     ids = torch.arange(number) % table.num_embeddings
 
-    def of_all(*cores: Tensor) -> Tensor:
+    def compute(*cores: Tensor) -> Tensor:
         return torch.func.functional_call(table, {f"cores.{i}": core for i, core in enumerate(cores)}, (ids,))
 
-    assert torch.autograd.gradcheck(of_all, tuple(table.cores), fast_mode=True)
-    assert torch.autograd.gradgradcheck(of_all, tuple(table.cores), fast_mode=True)
+    assert torch.autograd.gradcheck(compute, tuple(table.cores), fast_mode=True)
+    assert torch.autograd.gradgradcheck(compute, tuple(table.cores), fast_mode=True)
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_match_dense(options: dict[str, Any], mode: str) -> None:
-    bag = table_of(options, TTMEmbeddingBag, mode=mode)
+    bag = make_table(options, TTMEmbeddingBag, mode=mode)
     dense = bag.to_dense()
     ids = torch.randint(0, options["num_embeddings"], (6, 5))
     torch.testing.assert_close(bag(ids), dense(ids))

@@ -196,7 +196,7 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
     if is_tt(module):
-        rounded = list(zip(layer.cores, layer.gated(), strict=True))
+        rounded = list(zip(layer.cores, layer.gated_cores(), strict=True))
         if layer.rank_gates is not None:  # the rounded cores include the gates
             lives = zip(layer.rank_gates, layer.active_ranks(), strict=True)
             rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]

@@ -286,7 +286,7 @@ Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
 @lru_cache(maxsize=4096)
 def best_orders(chain: Network, merges: float = 1.0) -> Orders:
-    """Return the best order for every number of tokens: (largest number of tokens, steps), ascending.
+    """Return the best order for every token count: (largest token count, steps), ascending.
 
     Args:
         chain: modes and ranks.
@@ -299,7 +299,7 @@ def best_orders(chain: Network, merges: float = 1.0) -> Orders:
     candidates = _enumerate_orders(chain)
 
     def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield (largest number of tokens, order) for every change between two numbers of tokens."""
+        """Yield (largest token count, order) for every change between two token counts."""
         first, last = candidates.best(low, merges), candidates.best(high, merges)
         if first != last and high - low > 1:
             yield from changes(low, (low + high) // 2)

@@ -3,7 +3,7 @@
     nn.Linear, GPT-2's Conv1D        TTLinear
     nn.Embedding, nn.EmbeddingBag    TTMEmbedding, TTMEmbeddingBag
     experts of transformers 5        TTExperts: a TTLinear for each expert and projection
-    heads tied to an embedding       TTMHead, which has no weight of its own
+    heads tied to an embedding       TTMHead, without a weight
 
 All layers are built before the first is replaced, so that an error leaves the model unchanged. A weight shared by
 several modules stays shared; biases stay the same parameters.
@@ -104,6 +104,7 @@ def tensorize(
         raise UserError(f"{names[0] or 'the model'} is already a TT layer; call sc.densify(model) first")
     linear = linear_options(format, num_modes)
     selected = _select(model, LayerFilter(rank, filter_fn), linear, keep_larger=filter_fn is not None)
+    # Build and fill all layers before the model changes, so that an error leaves it as it is.
     if init == "random":
         warn_if_trained([candidate for candidate, _ in selected], has_svd="activation" not in linear)
     replacements = [(candidate, fill_layer(candidate, layer, init)) for candidate, layer in selected]
@@ -111,6 +112,7 @@ def tensorize(
     log_errors(reports)
     if report is not None:
         report.extend(reports)
+    # Replace the modules, then update what refers to their weights by name.
     tied_names = record_tied_names(model)
     for candidate, layer in replacements:
         install(model, candidate, layer)
@@ -172,7 +174,7 @@ def _select(
         options = _layer_options(candidate, layer_filter, linear)
         if options is None:
             continue
-        layer = build_layer(candidate, options)
+        layer = build_layer(candidate, options)  # on the meta device: costs nothing if the layer is not replaced
         size, dense_size = layer.num_parameters(), sum(weight.numel() for weight in candidate.weights)
         if size >= dense_size:
             larger[candidate.name] = f"its cores would have {size} parameters, the dense weight has {dense_size}"
@@ -194,6 +196,7 @@ def _select(
 def _layer_options(candidate: Candidate, layer_filter: LayerFilter, linear: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of the TT layer for a candidate; None to leave it unchanged."""
     if is_fused_experts(candidate.module):
+        # Patterns may name the experts, or one of their projections.
         projections: dict[str, Any] = {}
         for part in ("up", "down"):
             names = [*candidate.names, *(f"{name}.{part}" for name in candidate.names)]

@@ -148,7 +148,7 @@ class TTMEmbedding(TTLayer):
         """Build the table from the cores: (num_embeddings, embedding_dim), with a zero row at `padding_idx`."""
         num_cores = len(self.cores)
         order = [*range(0, 2 * num_cores, 2), *range(1, 2 * num_cores, 2)]  # all row modes, then all column modes
-        padded = dense(self.gated()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
+        padded = dense(self.gated_cores()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
         table = padded[: self.num_embeddings, : self.embedding_dim]
         if self.padding_idx is None:
             return table

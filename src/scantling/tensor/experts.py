@@ -93,6 +93,7 @@ class TTExperts(nn.Module):
             if expert >= self.num_experts:
                 continue
             token_idx, slot = torch.where(expert_idx == expert)
+            # All tokens of this expert at once: (tokens of the expert, ...).
             inner = self._add_bias(self.up[expert](hidden[token_idx]), self.up_name, expert)
             out = self._add_bias(self.down[expert](self._apply_gate(inner)), DOWN_PROJ, expert)
             if getattr(self, "has_post_expert_norm", False):

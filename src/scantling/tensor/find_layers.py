@@ -72,6 +72,7 @@ def find_layers(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
         if module in tied or not (is_linear(module) or is_embedding(module) or is_fused_experts(module)):
             continue
         candidate = Candidate(module, names[module])
+        # Modules that share a weight become one TT layer, and tied linear layers its heads.
         sharing = [each for weight in candidate.weights for each in owners[id(weight)] if each is not module]
         if is_linear(module) and any(is_embedding(each) for each in sharing):
             continue  # a head is converted with its table

@@ -36,7 +36,7 @@ class LayerUse:
     def flop_terms(self, layer: TTLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
         """Return the terms of the FLOPs per token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
         network = layer.network_at(ranks)
-        share = self.num_rows / self.num_tokens
+        share = self.num_rows / self.num_tokens  # terms are per row of the layer, sizes per token of the step
         terms = [(value * share, bonds) for value, bonds in flop_terms(network, self.num_rows, first_bond)]
         if self.num_heads and isinstance(network, Lookup):
             terms += self.num_heads * flop_terms(Head(network), self.num_tokens, first_bond)
@@ -51,6 +51,7 @@ def count_uses(model: nn.Module, num_tokens: int) -> LayerUses:
     Raises:
         UserError: if the number of experts per token is unknown.
     """
+    # Every layer receives all tokens, a table the unique ids at most.
     uses: dict[TTLayer, LayerUse] = {}
     modules = list(model.modules())
     for layer in modules:
@@ -67,6 +68,7 @@ def count_uses(model: nn.Module, num_tokens: int) -> LayerUses:
                     f"unit='flops' needs the number of experts per token, but the configuration of '{name}' has no "
                     "num_experts_per_tok; use unit='parameters' or 'bytes'"
                 )
+            # An expert receives its share of the tokens, if they are spread evenly.
             rows = max(1, round(num_tokens * min(1.0, per_token / experts.num_experts)))
             for layer in (*experts.up, *experts.down):
                 uses[layer] = LayerUse(num_tokens, rows)
@@ -83,6 +85,7 @@ def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]
     """
     last = len(network.sizes)
     plan = best_plan(network, num_tokens)
+    # 2 FLOPs per multiplication, times 3: the backward pass costs twice as much as the forward pass.
     return [
         (6.0 * macs / num_tokens, [first_bond + bond - 1 for bond in bonds if 0 < bond < last])
         for macs, bonds in rank_factors(network, plan)

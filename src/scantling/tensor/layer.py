@@ -143,7 +143,7 @@ class TTLayer(nn.Module):
         """True if the cores are trained, or were until all ranks of a bond were removed."""
         return any(core.requires_grad or not core.numel() for core in self.chain)
 
-    def gated(self) -> list[Tensor]:
+    def gated_cores(self) -> list[Tensor]:
         """Return the cores as used in the computation: with rank gates, and rounded.
 
         Pruned ranks do not affect scales, so removing them does not change the rounding, unless groups of neighbors
@@ -191,7 +191,7 @@ class TTLayer(nn.Module):
             return self._merge_blocks(trees)
 
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
-        cores = self.gated()
+        cores = self.gated_cores()
         return [merge_block(cores, tree) for tree in trees]
 
     def _merge_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
@@ -210,7 +210,7 @@ class TTLayer(nn.Module):
         if missing and not self._can_hold(kept, trees):
             if not self._can_hold({}, trees):
                 return self._merge_blocks(trees)
-            kept.clear()  # drop orders for other numbers of tokens
+            kept.clear()  # drop the orders of other token counts
             missing = list(trees)
         kept.update(zip(missing, self._merge_blocks(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]

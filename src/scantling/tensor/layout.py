@@ -78,6 +78,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
     Raises:
         UserError: if an entry does not fit its layer, or the model has none of the layers.
     """
+    # Find the dense modules of each entry, with those that share their weights.
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = _tied_modules(model)
     candidates = []
@@ -95,6 +96,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
             f"this {type(model).__name__} has none of the layers {', '.join([*entries][:3])}, which the description of "
             "TT layers names"
         )
+    # Only shapes matter: values are loaded later.
     for candidate, layer in candidates:
         install(model, candidate, fill_layer(candidate, layer, "random"))
         for param in layer.parameters():
@@ -148,6 +150,7 @@ def _build_unchecked(candidate: Candidate, entry: Entry) -> Layer:
 def _options(entry: Entry) -> Entry:
     modes = {key: tuple(value) for key, value in entry.items() if key.endswith("_modes")}
     activation = {"activation": entry["activation"]} if "activation" in entry else {}
+    # The constructor takes no rank 0; `_set_ranks` sets the actual ranks.
     return {**modes, **activation, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
 
 
@@ -160,6 +163,7 @@ def _set_ranks(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
     else:
         shapes = [*zip(layer.row_modes, layer.col_modes, strict=True)]
     core = layer.cores[0]
+    # New parameters: ranks of an entry may exceed what the constructor allows.
     layer.cores = nn.ParameterList(
         torch.empty(left, *shape, right, device=core.device, dtype=core.dtype)
         for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)

@@ -159,8 +159,8 @@ class TTLinear(TTLayer):
             UserError: if an activation stands between the cores, so that there is no such matrix.
         """
         if self.activation is not None:
-            raise UserError(f"this layer has no dense weight: {self.activation} stands between its cores")
-        padded = dense(self.gated()).reshape(prod(self.in_modes), prod(self.out_modes))
+            raise UserError(f"this layer has no dense weight: {self.activation} is between its cores")
+        padded = dense(self.gated_cores()).reshape(prod(self.in_modes), prod(self.out_modes))
         return padded[: self.in_features, : self.out_features].t()
 
     def plan(self, num_tokens: int) -> Plan:

@@ -74,6 +74,7 @@ def prepare_config(tuner: Any, model: nn.Module, config: Any) -> None:
     }
     if not layers:
         return
+    # Resolve the targets as peft would, so that TT layers among them are known before adapters are added.
     if hasattr(config, "target_modules"):
         tuner._prepare_adapter_config(config, tuner.get_model_config(model))  # sets the architecture's default targets
     if str(getattr(config, "target_modules", None)).lower() == "all-linear":

@@ -123,6 +123,7 @@ class RankOptions:
                     f"is unknown{f' ({hint})' if hint else ''}; known options are {', '.join(known)}",
                     repr(values[name]),
                 )
+        # Check types and ranges first: the comparisons below need numbers.
         given = cls(**{name: value for name, value in values.items() if name in known})
         for name, (bound, is_inclusive) in _BOUNDS.items():
             value = getattr(given, name)

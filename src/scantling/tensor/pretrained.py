@@ -98,7 +98,9 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
         rebuild(model, _rename_entries(config.layers, local_name))
         rename_tied_names(tied_names)
         if any(layer.rank_gates is not None for layer in model.modules() if isinstance(layer, TTLayer)):
+            # Rank gates stay in fp32, whatever dtype the model is loaded in.
             model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "rank_gates"}
+        # Loading must not report the guard as an unexpected tensor.
         path, name = config.guard.rpartition(".")[::2]
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         guards = {f"^{re.escape(f'{module}.{name}')}$" for module in (path, local_name(path))}
@@ -171,6 +173,7 @@ def load(
         model_class = _find_model_class(name, content)
         if model_class is None:
             raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
+    # Read only the headers of the files here.
     if state is None:
         weights = check_weights(folder)
     else:

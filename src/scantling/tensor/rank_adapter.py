@@ -34,7 +34,7 @@ _STATE_OPTIONS = ("unit", "schedule", "size_target", "steps", "begin")
 """Options that must be equal in a state and the adapter that loads it."""
 
 
-def adapter_of(layer: TTLayer) -> RankAdapter | None:
+def find_adapter(layer: TTLayer) -> RankAdapter | None:
     """Return the adapter that is attached to a layer, or None."""
     owner = _OWNERS.get(layer, lambda: None)()
     return owner if layer.rank_gates is not None and owner is not None and owner.is_attached else None
@@ -88,12 +88,13 @@ class RankAdapter:
         if not any(all(layer.ranks) for layer in self.layers.values()):
             raise UserError(f"all ranks of the TT layers in {type(model).__name__} were removed; none can adapt")
         for name, layer in self.layers.items():
-            if adapter_of(layer) is not None:
+            if find_adapter(layer) is not None:
                 raise UserError(
                     f"another RankAdapter is attached to '{name}'; call its finish() or detach() before this one"
                 )
         self.step = 0
         self._dense_numel = sum(layer.weight.numel() for layer in self.layers.values())
+        # If anything below fails, layers without gates must have none again.
         ungated = [layer for layer in self.layers.values() if layer.rank_gates is None]
         uses = count_uses(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
@@ -229,6 +230,7 @@ class RankAdapter:
             UserError: if no optimizer steps the rank gates, the optimizer that steps the cores is missing, an
                 optimizer is LBFGS, or a rank gate is not finite; nothing has been removed then.
         """
+        # Check everything before the first slice.
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
         self._budget.check_finite()
         self.observe()
@@ -265,6 +267,7 @@ class RankAdapter:
         """
         self._follow()
         self.observe()
+        # Training may end before the last step of the schedule.
         if self.is_attached and self._schedule.holds:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
@@ -375,7 +378,7 @@ class RankAdapter:
             for param, dim, index in layer.rank_slices(kept):
                 slice_parameter(param, dim, index, None)
         self.step = state["step"]
-        self._refresh()
+        self._refresh()  # values below have the restored shapes
         self._schedule.load_values(state["values"])
         self._detector.restore(state["uncounted"] is not None)
         if state["uncounted"] is not None and self._schedule.importance is not None:

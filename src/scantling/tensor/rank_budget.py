@@ -177,8 +177,8 @@ class RankBudget:
         for name, layer in self._layers.items():
             if not all(bool(torch.isfinite(gate).all()) for gate in layer.rank_gates or ()):
                 raise UserError(
-                    f"a rank gate of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
-                    "go on from a checkpoint before it"
+                    f"a rank gate of '{name}' is NaN or Inf, after a step with a non-finite loss or gradient; continue "
+                    "from an earlier checkpoint"
                 )
 
     @torch.no_grad()

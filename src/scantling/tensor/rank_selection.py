@@ -61,6 +61,7 @@ def select_ranks(
         polynomial = polynomial_at(ranks)
         return polynomial, scores / polynomial.derivatives(ranks)[bond_of].clamp(min=1e-30)
 
+    # Select with the current order, then with the order that is best at the selected ranks, and so on.
     best = trial = active
     best_error = abs(size(active) - wanted)
     for _ in range(_MAX_ORDERS):
@@ -74,6 +75,7 @@ def select_ranks(
             break
     if is_fixed or best_error <= tolerance * wanted:
         return best
+    # The best order changes on the way: bisect on the requested size, in the order of the start.
     polynomial, value = score_per_cost(active)
     at_least_one = _count(active, bond_of, num_bonds).clamp(min=1.0)
     low, high = 0.0, max(2.0 * wanted, float(polynomial(at_least_one)))
@@ -128,6 +130,7 @@ def select_nearest(
         changes = torch.full((count,), change, dtype=torch.float64)
         return change * float(size(start.index_add(0, bond_of[order[:count]], changes)))
 
+    # The fewest changes that pass the wanted size, or one less if that is nearer.
     count = bisect_left(range(len(order)), change * wanted, key=signed_size)
     if count and abs(change * signed_size(count - 1) - wanted) < abs(change * signed_size(count) - wanted):
         count -= 1
@@ -145,6 +148,7 @@ def _exchange(
 ) -> bool:
     """Make the move of at most two ranks that brings the size nearest; return False if no move helps."""
     pruned = _count(~active, bond_of, len(ranks))
+    # Moves: (bond, +1 or -1), alone or in pairs of two bonds.
     singles = [(bond, 1) for bond in range(len(ranks)) if pruned[bond] > 0]
     singles += [(bond, -1) for bond in range(len(ranks)) if ranks[bond] > 1]
     moves = [[single] for single in singles]

@@ -3,8 +3,8 @@ names of tied weights.
 
 A `PreTrainedModel` of transformers records in `_tied_weights_keys` and `all_tied_weights_keys` which parameter is tied
 to which other parameter, by name: {"lm_head.weight": "model.embed_tokens.weight"}. It ties by these names after
-loading, and leaves one of each pair out of saved files. With TT layers the names change: a head has no weight
-of its own, and two tied embeddings share each core.
+loading, and leaves one of each pair out of saved files. With TT layers the names change: a head has no weight,
+and two tied embeddings share each core.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scantling.tensor.find_layers import (
 )
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.rank_adapter import adapter_of
+from scantling.tensor.rank_adapter import find_adapter
 
 Init: TypeAlias = Literal["random", "svd"]
 Layer: TypeAlias = TTLinear | TTMEmbedding | TTExperts
@@ -63,14 +63,14 @@ def find_tt_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
-    """Return the TT layer for a site, on the meta device and without bias.
+    """Return the TT layer for a candidate, on the meta device and without bias.
 
     Args:
-        site: modules to replace.
+        candidate: modules to replace.
         options: `rank`, and the modes; for experts one such mapping per projection.
 
     Raises:
-        UserError: if ranks or modes do not fit; the message names the site.
+        UserError: if ranks or modes do not fit; the message names the candidate.
     """
     weight = candidate.weights[0]
     factory: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
@@ -81,8 +81,10 @@ def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
             )
         if is_embedding(candidate.module):
             check_layer_options(options, TABLE_OPTIONS)
-            settings = {**options, **_embedding_settings(candidate.module), **factory}
-            return _embedding_class(candidate.module)(weight.shape[0], weight.shape[1], **settings)
+            is_bag = isinstance(candidate.module, nn.EmbeddingBag)
+            keys = ("padding_idx", "mode", "include_last_offset") if is_bag else ("padding_idx",)
+            settings = {**options, **{key: getattr(candidate.module, key) for key in keys}, **factory}
+            return (TTMEmbeddingBag if is_bag else TTMEmbedding)(weight.shape[0], weight.shape[1], **settings)
         up, down = (
             [
                 _build_linear(linear.weight.shape, options[part], factory)
@@ -100,20 +102,11 @@ def _build_linear(shape: torch.Size, options: Mapping[str, Any], factory: Mappin
     return TTLinear(shape[1], shape[0], **options, bias=False, **factory)
 
 
-def _embedding_class(module: nn.Module) -> type[TTMEmbedding]:
-    return TTMEmbeddingBag if isinstance(module, nn.EmbeddingBag) else TTMEmbedding
-
-
-def _embedding_settings(module: nn.Module) -> dict[str, Any]:
-    bag = ("mode", "include_last_offset") if isinstance(module, nn.EmbeddingBag) else ()
-    return {key: getattr(module, key) for key in ("padding_idx", *bag)}
-
-
 def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
-    """Give a layer from `shaped` its values and the parts of the replaced module that it keeps.
+    """Give a layer from `build_layer` its values and the parts of the replaced module that it keeps.
 
     Args:
-        site: modules whose weights determine the values.
+        candidate: modules whose weights determine the values.
         layer: on the meta device; it stays there if the weights are there.
         init: as in `scantling.tensorize`.
 
@@ -123,13 +116,14 @@ def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
     module = candidate.module
     if isinstance(layer, TTExperts):
         for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
-            for number, linear in enumerate(expert_linears(module, name)):
-                parts[number] = _with_values(parts[number], linear, init, f"{candidate.name}.{name}[{number}]")
+            for i, linear in enumerate(expert_linears(module, name)):
+                parts[i] = _with_values(parts[i], linear, init, f"{candidate.name}.{name}[{i}]")
     elif isinstance(layer, TTLinear):
         layer = _with_values(layer, as_linear(module), init, candidate.name)
-        layer.bias = module.bias
+        layer.bias = module.bias  # the same parameter
     else:
         layer = _with_values(layer, module, init, candidate.name)
+    # An attribute of the module that is no submodule and no parameter.
     origin = DenseOrigin(type(module), getattr(module, "padding_idx", None), getattr(module, "sparse", False))
     object.__setattr__(layer, "origin", origin)
     return layer.train(module.training)
@@ -183,7 +177,7 @@ def _draw_cores(layer: Any, norm: float) -> None:
     layer.reset_parameters(norm=norm or 1.0)
     with torch.no_grad():
         if norm == 0.0:
-            layer.cores[-1].zero_()
+            layer.cores[-1].zero_()  # the gradient of this core is not 0
         elif getattr(layer, "padding_idx", None) is not None:
             factor = (norm / float(_norm_without_padding(layer, norm))) ** (1.0 / len(layer.cores))
             for core in layer.cores:
@@ -246,7 +240,7 @@ def restore_dense_layers(model: nn.Module) -> None:
     if model in names:
         raise UserError(f"the model is itself a {type(model).__name__}; use its to_dense()")
     for name, layer in model.named_modules():
-        if isinstance(layer, TTLayer) and adapter_of(layer) is not None:
+        if isinstance(layer, TTLayer) and find_adapter(layer) is not None:
             raise UserError(
                 f"a RankAdapter is attached to '{name}'; call its finish() or detach() first, or densify a "
                 "copy.deepcopy(model)"
@@ -261,7 +255,7 @@ def restore_dense_layers(model: nn.Module) -> None:
     for layer, dense in dense_layers.items():
         replace_module(model, names[layer], layer, dense)
         if isinstance(layer, TTLinear) and layer.shared_input is not None:
-            layer.shared_input.remove()
+            layer.shared_input.remove()  # its hooks are on the parent module, which stays
     restore_tied_names(model)
 
 
@@ -305,7 +299,7 @@ def restore_tied_names(model: nn.Module) -> None:
 
 
 def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
-    """Return pairs of tied names (target, source) with the names of cores instead of those of dense weights."""
+    """Return pairs of tied names (target, source) with the names of cores instead of the names of dense weights."""
     renamed = {}
     for target, source in pairs.items():
         (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
@@ -313,6 +307,7 @@ def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
         if not (_is_tt_weight(owner, name) or _is_tt_weight(source_owner, source_name)):
             renamed[target] = source
         elif owner is source_owner and path != source_path:
+            # Two tied embeddings are one TT table under two names: each core is tied to itself.
             renamed |= {f"{path}.cores.{i}": f"{source_path}.cores.{i}" for i in range(len(owner.cores))}  # type: ignore[arg-type]
     return renamed
 

@@ -115,7 +115,7 @@ def warn_if_trained(candidates: Sequence[Candidate], *, has_svd: bool) -> None:
         trained = [
             candidate.name for candidate in candidates if any(_looks_trained(weight) for weight in candidate.weights)
         ]
-        if 2 * len(trained) < len(candidates):  # such as a table of sines
+        if 2 * len(trained) < len(candidates):  # a few structured weights, such as a table of sines, prove nothing
             return
     advice = "use init='svd' to approximate them" if has_svd else "use format='tt' or 'low-rank' with init='svd'"
     logger.warning(
@@ -149,6 +149,7 @@ def _looks_trained(weight: Tensor) -> bool:
     rms = float(matrix.square().mean().sqrt())
     if not isfinite(rms):
         return False
+    # Subspace iteration with 4 probes: (columns, 4).
     probes = torch.randn(matrix.shape[1], 4, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(4):
         probes = matrix.t() @ (matrix @ torch.linalg.qr(probes).Q)

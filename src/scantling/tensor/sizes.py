@@ -51,7 +51,7 @@ class SizePolynomial:
 
     def __call__(self, ranks: Tensor) -> Tensor:
         """Return the size at these ranks, (bonds), as a 0-D tensor of their dtype."""
-        padded = torch.cat([ranks, ranks.new_ones(1)])
+        padded = torch.cat([ranks, ranks.new_ones(1)])  # index `num_bonds` is the constant 1
         # Not prod: its gradient synchronizes to look for zeros, which graph capture does not allow.
         one, two, three = padded[self.bonds].unbind(1)
         return (one * two * three * self.coefficients.to(ranks.dtype)).sum()

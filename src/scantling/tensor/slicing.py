@@ -38,6 +38,7 @@ def slice_parameter(
         optimizer: optimizer whose state of the parameter is sliced as well, or None.
         holders: objects with more state of the parameter.
     """
+    # State first, while the parameter still has its old shape.
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
             _slice_state(holder, param, dim, index)
@@ -67,6 +68,7 @@ def _slice_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int
     owner = _find_owner(optimizer, param)
     if owner is None:
         return
+    # CAME and others know the layout of their state; other optimizers keep tensors of the parameter's shape.
     if callable(getattr(owner, "slice_state", None)):
         owner.slice_state(param, dim, index)  # type: ignore[attr-defined]
         return
@@ -89,8 +91,10 @@ def _slice_entry(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
     """Return the slice of one state entry; None if it is not clear which values belong to which position."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | bool | str) else None
+    # State of the parameter's shape is sliced with it.
     if type(value) is Tensor and value.ndim == param.ndim > 0 and value.shape[dim] == param.shape[dim]:
         return value.index_select(dim, index)
+    # State that all positions share, such as a step count, stays.
     is_shared = value.ndim == 0 or value.numel() == 1 or (value.ndim == param.ndim and value.shape[dim] == 1)
     return value if type(value) is Tensor and is_shared else None
 

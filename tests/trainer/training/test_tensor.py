@@ -155,14 +155,14 @@ def test_every_optimizer_resumes_exactly_with_a_size_target(tmp_path: Path, opti
 
 def test_an_evaluation_merges_once_for_all_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
-    gated = TTLayer.gated
+    gated = TTLayer.gated_cores
 
     def seen(self: TTLayer) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
             kept.append(self._merged_kept is not None)
         return gated(self)
 
-    monkeypatch.setattr(TTLayer, "gated", seen)
+    monkeypatch.setattr(TTLayer, "gated_cores", seen)
     sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
     assert any(kept)
 
@@ -254,7 +254,7 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
     for tensor, message in (
         ({"rank": 4, "adapt": 0.3}, "tensor.adapt: has no effect without tensor.size_target"),
         ({"size_target": 0.5, "adapt": 100}, "tensor.adapt: is longer than the run of 12 steps"),
-        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is not known .did you mean 'gamma'"),
+        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is unknown .did you mean 'gamma'"),
         (
             {"size_target": 0.5, "adapter": {"beta": -1.0}},
             "tensor.adapter.beta: must be a finite number of at",
@@ -263,14 +263,14 @@ def test_faults_of_the_section_are_found_when_the_recipe_is_read(tmp_path: Path)
         ({"size_target": 0.5, "adapt": 4, "adapter": {"begin": 5}}, "tensor.adapter.begin: must be below steps=4"),
         ({"num_modes": 6}, "tensor.num_modes"),
         ({"format": "colla"}, "tensor.format"),
-        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: format 'cola' is of matrices"),
+        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: given num_modes=3 with format='cola'"),
         ({"format": "tt-silu", "init": "svd"}, "tensor.init: svd needs a matrix"),
         ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
     ):
         with pytest.raises(RecipeError, match=message):
             sc.train(recipe(tmp_path, tensor={"rank": 4, **tensor}), run_dir=tmp_path / "run")
     for tensor, message in (
-        ({"rank": {"*nowhere*": 4}}, "choose none of its .* layers"),
+        ({"rank": {"*nowhere*": 4}}, "select none of its .* layers"),
         ({"rank": 4, "size_target": 1e-6}, "one rank on every bond"),
     ):
         with pytest.raises(UserError, match=message):
