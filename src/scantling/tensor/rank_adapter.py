@@ -268,7 +268,7 @@ class RankAdapter:
         self._follow()
         self.observe()
         # Training may end before the last step of the schedule.
-        if self.is_attached and self._schedule.holds:
+        if self.is_attached and self._schedule.holds_target:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
         self.truncate(optimizer, *holders)
@@ -393,19 +393,21 @@ class RankAdapter:
                 "LBFGS keeps one history for all parameters, which cannot be sliced; use an optimizer that keeps its "
                 "state by parameter"
             )
-        held = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+        stepped = {
+            id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+        }
         missing = [
             name
             for name, layer in self.layers.items()
-            for each in layer.rank_gates or ()
-            if each.requires_grad and id(each) not in held
+            for gate in layer.rank_gates or ()
+            if gate.requires_grad and id(gate) not in stepped
         ]
         if missing:
             raise UserError(
                 f"the optimizer does not step the rank gates of '{missing[0]}'; build the optimizer after the "
                 "RankAdapter is attached, and pass every optimizer that steps cores or rank gates"
             )
-        if self._detector.has_core_optimizer and held.isdisjoint(map(id, self._budget.cores())):
+        if self._detector.has_core_optimizer and stepped.isdisjoint(map(id, self._budget.cores())):
             raise UserError(
                 "another optimizer steps the cores; pass every optimizer that steps cores or rank gates to truncate"
             )

@@ -87,11 +87,11 @@ class RankBudget:
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """Return the active ranks of each layer, outer bonds (1) included; all inner ranks are 0 if one of them is."""
         counts = iter(self._sum_per_bond((self._flat_gates().detach() > self._options.threshold).long()).tolist())
-        found = {}
+        ranks = {}
         for name, layer in self._layers.items():
             inner = list(islice(counts, len(layer.cores) - 1))
-            found[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
-        return found
+            ranks[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
+        return ranks
 
     def size(self) -> float:
         """Return the size at the active ranks.

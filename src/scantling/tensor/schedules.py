@@ -40,18 +40,18 @@ class Schedule(nn.Module):
         target: final size.
     """
 
-    held: Tensor
+    is_held: Tensor
 
     def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__()
         self.options, self._budget = options, budget
         self.initial = budget.full_size()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
-        self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
+        self.register_buffer("is_held", torch.zeros((), dtype=torch.bool), persistent=False)
         self._final_mask: list[Tensor] | None = None  # bool (r) per bond: active ranks, fixed at the end; None before
 
     @property
-    def holds(self) -> bool:
+    def holds_target(self) -> bool:
         """True if the size is held at the target in the end."""
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class Schedule(nn.Module):
 
     def has_ended(self, step: int) -> bool:
         """True if the size is held at the target from this step on."""
-        return self.holds and step >= self.options.steps
+        return self.holds_target and step >= self.options.steps
 
     def bring_to_target(self) -> None:
         """Bring the size to the target immediately."""
@@ -128,7 +128,7 @@ class Schedule(nn.Module):
         if values["active"] is not None:
             is_active = torch.tensor(values["active"], dtype=torch.bool, device=self._budget.device)
             self._final_mask = list(torch.split(is_active, [len(gate) for gate in self._budget.rank_gates]))
-        self.held.fill_(self._final_mask is not None)
+        self.is_held.fill_(self._final_mask is not None)
 
     def _update_ranks(self, step: int) -> None:
         """Change the ranks before the end."""
@@ -145,7 +145,7 @@ class Schedule(nn.Module):
         if self._final_mask is None:
             self.bring_to_target()
             self._final_mask = self._active_mask()
-            self.held.fill_(True)
+            self.is_held.fill_(True)
         for gate, is_active in zip(self._budget.rank_gates, self._final_mask, strict=True):
             value = torch.where(is_active, gate.clamp(min=2.0 * self.options.threshold), _PRUNED)
             gate.copy_(torch.where(gate.isnan(), gate, value))  # keep NaN visible
@@ -185,7 +185,7 @@ class ImportanceSchedule(Schedule):
         self._importance.set_gates(budget.rank_gates)
 
     @property
-    def holds(self) -> bool:
+    def holds_target(self) -> bool:
         return True
 
     @property
@@ -246,18 +246,18 @@ class PaperSchedule(Schedule):
     weight: Tensor
     reference: Tensor
     late: Tensor
-    recent: Tensor
+    recent_loss: Tensor
     recent_share: Tensor
 
     def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__(options, budget)
-        for name in ("mean_loss", "weight", "reference", "recent", "recent_share"):
+        for name in ("mean_loss", "weight", "reference", "recent_loss", "recent_share"):
             self.register_buffer(name, torch.zeros(()))
         self.register_buffer("late", torch.zeros((), dtype=torch.bool))
         self._is_late = False  # copy of `late` on the host
 
     @property
-    def holds(self) -> bool:
+    def holds_target(self) -> bool:
         return self.options.hold
 
     @property
@@ -273,7 +273,7 @@ class PaperSchedule(Schedule):
         # Everything is computed with torch.where, so that a captured graph serves all stages.
         loss = task_loss.detach()
         is_finite = torch.isfinite(loss)
-        self.recent += torch.where(is_finite, loss, 0.0)
+        self.recent_loss += torch.where(is_finite, loss, 0.0)
         self.recent_share += torch.where(is_finite, share, 0.0)
         relaxed = self._relaxed()
         early = task_loss + share * options.gamma * relaxed  # L + gamma P^ / P_0
@@ -288,7 +288,7 @@ class PaperSchedule(Schedule):
             options.loss_weight * (task_loss - share * self.reference),
             options.size_weight * share * (relaxed - target),
         )
-        objective = torch.where(self.held, task_loss, torch.where(self.late, late, early))
+        objective = torch.where(self.is_held, task_loss, torch.where(self.late, late, early))
         return share * self._norm() + objective
 
     def observe_loss(self, task_loss: Tensor, share: float) -> None:
@@ -297,8 +297,8 @@ class PaperSchedule(Schedule):
 
     def after_step(self, step: int) -> None:
         # The mean over all passes since the last step, including those of skipped steps.
-        self._update_mean_loss(self.recent / self.recent_share, step)
-        self.recent.zero_()
+        self._update_mean_loss(self.recent_loss / self.recent_share, step)
+        self.recent_loss.zero_()
         self.recent_share.zero_()
         super().after_step(step)
 
