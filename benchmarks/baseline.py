@@ -41,8 +41,7 @@ import numpy as np
 import torch
 
 from scantling.distributed.context import DistContext
-from scantling.trainer.data.batch import Batch
-from scantling.trainer.data.loader import BatchSource
+from scantling.trainer.data.loader import Batch, BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.recipe import check_recipe
 from scantling.trainer.recipe.schema import Recipe

@@ -109,7 +109,7 @@ class Codec:
 
     def begin(self) -> None:
         """Restore the initial residuals."""
-        self.residuals = [self.made.residuals.read(param, param).clone() for param in self.params]
+        self.residuals = [self.made.residuals.read(param).clone() for param in self.params]
 
     @torch.no_grad()
     def encode(self) -> list[Sparse]:
@@ -143,7 +143,7 @@ class Codec:
             self.block_groups, zip(*(torch.split(body, sizes) for body in bodies), strict=True), strict=True
         ):
             unpacked = [block_group.spec.codec.unpack(part, block_group.count) for part in parts]
-            mean = _mean(block_group.spec, unpacked, mean_over_senders=False)
+            mean = _mean(block_group.spec, unpacked, over_senders=False)
             found += [value for _, value in block_group.decode_sparse(*mean)]
         return found
 

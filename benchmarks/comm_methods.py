@@ -195,8 +195,8 @@ def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
 
 def published_bytes(exchange: sc.MomentumExchange) -> int:
     """Return the bytes per step of DeMo's published code: an 8-byte index and a 4-byte value per coefficient."""
-    block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.rounds))
-    kept = sum(block_group.count * block_group.spec.codec.kept for block_group in block_groups)
+    block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.config))
+    kept = sum(block_group.count * block_group.spec.codec.k for block_group in block_groups)
     return (dist.get_world_size() - 1) * 12 * kept
 
 

@@ -18,7 +18,6 @@ def plain_exchange(
     decay: float,
     topk: int,
     chunk: int,
-    alpha: float = 1.0,
     paper: bool = False,
 ) -> Tensor:
     """Exchange one matrix between replicas, with coefficients in full precision.
@@ -26,7 +25,7 @@ def plain_exchange(
     Args:
         residuals: (rows, cols) of each replica; they are changed in place.
         gradients: of each replica, as they are added, in the published code times the learning rate.
-        decay, topk, chunk, alpha: as of `MomentumExchange`.
+        decay, topk, chunk: as of `MomentumExchange`.
         paper: sides that divide those of the matrix, topk in every block whatever its size, and the mean of a
             coefficient over the replicas that sent it (arXiv 2411.19870, algorithm 1, and its published code).
 
@@ -57,7 +56,7 @@ def plain_exchange(
                 total += sent
                 senders[index] += 1
                 back = down.t() @ sent.view(height, width) @ across
-                part -= alpha * back[: part.shape[0], : part.shape[1]]
+                part -= back[: part.shape[0], : part.shape[1]]
             mean = total / (senders.clamp(min=1) if paper else len(residuals))
             back = down.t() @ mean.view(height, width) @ across
             place = result[top : top + height, left : left + width]

@@ -116,7 +116,7 @@ def finished(run_dir: Path) -> Line:
     from scantling.tensor.embedding import TTMEmbedding
     from scantling.tensor.layer import TTLayer
     from scantling.tensor.linear import TTLinear
-    from scantling.trainer.reporting.runs import read_metrics
+    from scantling.trainer.reporting.metrics import read_metrics
     from scantling.trainer.training.trained import load_trained
 
     run = load_trained(run_dir)

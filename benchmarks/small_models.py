@@ -101,7 +101,7 @@ def train_line(
 
 
 def _outcome(metrics: dict[str, Any], path: Path) -> dict[str, Any]:
-    from scantling.trainer.reporting.runs import read_metrics
+    from scantling.trainer.reporting.metrics import read_metrics
 
     records = read_metrics(path)
     outcome = {key: metrics.get(key) for key in ("eval_loss", "bits_per_byte", "optimizer_state_bytes")}

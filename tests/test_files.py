@@ -26,7 +26,7 @@ def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest
     for name in (f"result.json.{os.getpid()}.tmp", "result.json.0.tmp"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(RunError, match="cannot write"):
-        files.write_whole(tmp_path / "result.json", "new")
+        files.write_atomic(tmp_path / "result.json", "new")
     assert victim.read_text() == "kept"
 
 
@@ -34,7 +34,7 @@ def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
     (tmp_path / f"result.json.{os.getpid()}.tmp").symlink_to(victim)
-    files.write_whole(tmp_path / "result.json", "new")
+    files.write_atomic(tmp_path / "result.json", "new")
     assert ((tmp_path / "result.json").read_text(), victim.read_text()) == ("new", "kept")
 
 
@@ -43,7 +43,7 @@ def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
 )
 def test_folder_on_a_full_disk_is_a_run_error_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
     def write() -> None:
-        with files.written_aside(tmp_path / "whole") as aside:
+        with files.atomic_folder(tmp_path / "whole") as aside:
             (aside / "part").write_text("x")
             raise error
 
@@ -56,7 +56,7 @@ def test_folder_on_a_full_disk_is_a_run_error_and_leaves_nothing(tmp_path: Path,
 def test_write_whole_keeps_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        files.write_whole(tmp_path / "result.json", "new")
+        files.write_atomic(tmp_path / "result.json", "new")
     finally:
         os.umask(before)
     assert (tmp_path / "result.json").stat().st_mode & 0o777 == 0o666 & ~mask
@@ -94,7 +94,7 @@ def test_folders_written_aside_follow_no_planted_link(tmp_path: Path, writer: st
         return {}
 
     if writer == "export":
-        with files.written_aside(target) as folder:
+        with files.atomic_folder(target) as folder:
             fill(folder)
     else:
         Cache(tmp_path).get("kind", "key", fill)

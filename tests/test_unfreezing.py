@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 import scantling as sc
 from scantling.comm import MomentumExchange
-from scantling.comm.diloco import diloco
 from scantling.comm.exchange import _zeros_like
+from scantling.comm.local_steps import diloco
 from scantling.groups import param_groups
 from scantling.hf import CAMEFactory, SignFactory
 from scantling.optim import predicted_state_bytes, predicted_temporary_bytes, state_bytes

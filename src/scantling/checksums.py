@@ -1,6 +1,6 @@
-"""SHA-256 checksums of the files in an exported folder, as `sha256sum` writes and checks them.
+"""SHA-256 checksums of the files in an exported folder, in the format of `sha256sum`.
 
-`sha256sum -c scantling.sha256` in the folder checks it without this package.
+Without this package, `sha256sum -c scantling.sha256` in the folder checks them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_checksums(folder: Path) -> None:
-    """Check the files of a folder against its checksums, if it has some.
+    """Check the files of a folder against its checksums, if it has any.
 
     Raises:
         UserError: a file is missing or differs, or the checksums cannot be read.
@@ -37,21 +37,21 @@ def check_checksums(folder: Path) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {folder / CHECKSUMS}: {error}; {hint}") from None
     for line in text.removesuffix("\n").split("\n"):
-        found = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
-        if found is None or PurePosixPath(found[2]).is_absolute() or ".." in PurePosixPath(found[2]).parts:
-            raise UserError(f"{folder / CHECKSUMS} is damaged: {line[:80]!r} is not a checksum and a file; {hint}")
-        path = folder / found[2]
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
+        if match is None or PurePosixPath(match[2]).is_absolute() or ".." in PurePosixPath(match[2]).parts:
+            raise UserError(f"{folder / CHECKSUMS} is damaged: {line[:80]!r} is not a line of sha256sum; {hint}")
+        path = folder / match[2]
         try:
             digest = _digest(path)
         except OSError as error:
             problem = error.strerror or error
-            raise UserError(f"{path} has a checksum in {CHECKSUMS} and cannot be read ({problem}); {hint}") from None
-        if digest != found[1]:
+            raise UserError(f"cannot read {path}, which {CHECKSUMS} lists ({problem}); {hint}") from None
+        if digest != match[1]:
             raise UserError(f"{path} is damaged or was changed: it differs from its checksum in {CHECKSUMS}; {hint}")
 
 
 def _digest(path: Path) -> str:
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+    if path.exists() and not path.is_file():  # reading a pipe would block forever
         raise OSError("it is not a file")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with a message that says what was given, what is allowed and what to do."""
+"""Errors that a user can cause. Messages say the value given, the values allowed, and the fix, in this order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-STOPPED = 3
-"""Exit code of what a signal has ended after saving."""
+EXIT_STOPPED = 3
+"""Exit code of a run that a signal has stopped after saving."""
 
 
 class ScantlingError(Exception):
-    """Base of all errors raised on purpose. The command line prints the message without a traceback."""
+    """Base class of all errors raised on purpose. The command line prints the message without a traceback."""
 
     exit_code = 1
     relayed = False
-    """True if another process reports the error too."""
+    """True if another process also reports the error."""
 
 
 class UserError(ScantlingError):
@@ -26,37 +26,37 @@ class UserError(ScantlingError):
 
 
 class RunError(ScantlingError):
-    """A run that started and cannot go on: a full disk, a non-finite loss. Exit code 1."""
+    """Failure of a run that has started, such as a full disk or a non-finite loss. Exit code 1."""
 
 
 class NonFiniteError(RunError):
-    """A NaN or an Inf was found before an update; the parameters are those of the step before.
+    """NaN or Inf before an update; the parameters are those after the previous step.
 
-    Not so where gradients are released: other parameters may have taken the step. Nothing of it is saved.
+    With released gradients, other parameters may have taken the step already. Nothing of it is saved.
     """
 
 
 class SilentPeerError(RunError):
-    """Another process does not answer: it is stopped, dead, or cut off."""
+    """Another process does not answer: it is stopped, dead, or disconnected."""
 
 
 class ReplicaError(RunError):
-    """Replicas that should be alike are not."""
+    """Replicas that should be identical differ."""
 
 
 class PayloadError(RunError):
-    """What another process sent is not what it should have sent: damaged, of another run, step or configuration."""
+    """Message of another process that is damaged, or of another run, step or configuration."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a recipe.
+    """One problem of a recipe.
 
     Args:
-        path: dotted path of the key, `train.steps`; empty for the recipe as a whole.
-        problem: what is wrong, with what is allowed.
-        given: the offending value as text, or None where there is none to show.
-        hint: what to do, such as "did you mean 'steps'?".
+        path: dotted path of the key, such as `train.steps`; empty for the recipe as a whole.
+        problem: the problem, with the allowed values.
+        given: the offending value as text; None if there is none to show.
+        hint: the fix, such as "did you mean 'steps'?".
     """
 
     path: str
@@ -74,7 +74,7 @@ class Fault:
 
 
 class RecipeError(UserError):
-    """Every fault of a recipe, reported at once."""
+    """All faults of a recipe, reported together."""
 
     def __init__(self, faults: list[Fault], source: str = "recipe") -> None:
         self.faults = faults
@@ -83,7 +83,7 @@ class RecipeError(UserError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of a message, with the next where it only announces that; of an error without one its kind."""
+    """Return the first line of a message, and the next if it ends in a colon; without a message, the type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__
@@ -96,12 +96,12 @@ def shorten(text: str, length: int) -> str:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:
-    """Return "did you mean 'x'?" for the closest of the first 1,000 allowed names, or None where nothing is close."""
+    """Return "did you mean 'x'?" for the closest of the first 1,000 allowed names; None if none is close."""
     close = difflib.get_close_matches(str(name)[:100], [str(a)[:100] for a in islice(allowed, 1000)], n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
 
 
-def hinted(text: str, name: str, allowed: Iterable[str]) -> str:
-    """A message about a name that is not allowed, with what was probably meant."""
+def with_hint(text: str, name: str, allowed: Iterable[str]) -> str:
+    """Return a message about a name that is not allowed, followed by the closest allowed name."""
     hint = did_you_mean(name, allowed)
     return f"{text} ({hint})" if hint else text

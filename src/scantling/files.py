@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Atomic writes of files and folders, strict JSON, and locks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from scantling.errors import RunError, UserError
 _LOCK_FILES: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
-def local(path: str | Path) -> Path:
-    """A path as a shell reads it, with `$VAR` and `~`; what of it is unknown, such as `~nobody`, stays as it is."""
+def expand_path(path: str | Path) -> Path:
+    """Expand `$VAR` and `~` as a shell does; unknown names, such as `~nobody`, stay unchanged."""
     return Path(os.path.expanduser(os.path.expandvars(path)))
 
 
 def cache_root() -> Path:
     """Return `$SCANTLING_CACHE`, or `~/.cache/scantling`."""
-    return local(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
+    return expand_path(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
 
 
 def open_lock_file(path: Path) -> IO[str]:
@@ -56,8 +56,8 @@ def _give_up_locks() -> None:
 os.register_at_fork(after_in_child=_give_up_locks)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+def fsync(path: Path) -> None:
+    """Wait until the contents of a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -66,23 +66,23 @@ def sync(path: Path) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, but never through a link; the `opener` of `open`."""
+    """Open a file but never through a link; for `open(..., opener=no_follow)`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it exists. Of a link only the link is removed."""
+    """Remove a folder with its contents, if it exists; of a link, only the link."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file aside, fsync it, and give it its name.
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file under a temporary name, fsync it, and rename it.
 
     Raises:
-        RunError: it cannot be written; what was there before is left.
+        RunError: it cannot be written; an existing file is unchanged.
     """
     aside = path.with_name(f"{path.name[:48]}.{secrets.token_hex(8)}.tmp")
     try:
@@ -100,36 +100,36 @@ def write_whole(path: Path, text: str) -> None:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def strict(value: Any) -> Any:
-    """The value with null in place of NaN and infinities, which JSON does not have."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return the value with None instead of NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: strict(inner) for key, inner in value.items()}
-    return [strict(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: replace_nonfinite(inner) for key, inner in value.items()}
+    return [replace_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that may come from anywhere, such as an editor that writes a byte-order mark.
+    """Read a JSON file from any source, including editors that write a byte-order mark.
 
     Raises:
-        UserError: no such file, something else than a file, or no JSON: nested too deeply, a number with thousands of
-            digits, half of a surrogate pair. The message names the file.
+        UserError: the file is missing or no regular file, or its JSON is invalid or cannot be read: nested too deeply,
+            a number with thousands of digits, half of a surrogate pair. The message names the file.
     """
     try:
         if not path.is_file():
-            path.stat()  # why not, unless it is a folder, a pipe or a device
+            path.stat()  # raises the reason, unless it is a folder, a pipe or a device
             raise UserError(f"cannot read {path}: it is not a file")
         content = json.loads(path.read_text(encoding="utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeEncodeError as error:
-        raise UserError(f"{path} holds half of a surrogate pair, which is no character: {error.reason}") from None
+        raise UserError(f"{path} holds half of a surrogate pair, which is not a character: {error.reason}") from None
     except RecursionError:
-        raise UserError(f"{path} is no JSON that can be read: it is nested too deeply") from None
+        raise UserError(f"{path} is JSON that is nested too deeply to be read") from None
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
     return content
 
 
@@ -137,7 +137,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        UserError: as of `read_json`, or it holds something else.
+        UserError: see `read_json`; or the file holds another type.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -146,42 +146,42 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write strict JSON, in which NaN and Inf have no place."""
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
+    """Write strict JSON, which has no NaN and no Inf."""
+    write_atomic(path, json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
 
 
-def check_is_free(folder: Path) -> None:
-    """Raise a UserError for a folder to write that holds something, or is a file."""
+def check_new_folder(folder: Path) -> None:
+    """Raise a UserError if a folder to write exists and is not empty, or is a file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and not empty; give a folder that does not exist")
+        raise UserError(f"{folder} exists and is not empty; give a folder that does not exist")
 
 
 @contextmanager
-def written_aside(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all of it is on the disk; nothing is left of it after an error.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it when its contents are on disk; an error removes it.
 
-    Others may read the files that the umask lets them read, also those of safetensors, which asks for less.
+    Files get the permissions of the umask, also those of safetensors, which asks for fewer.
 
     Args:
-        folder: to write; it must not exist or be empty.
+        folder: final name; it must not exist or be empty.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the folder cannot be written.
     """
-    whole = folder.resolve()
-    aside = whole.with_name(f".{whole.name}.scantling")
+    final = folder.resolve()
+    aside = final.with_name(f".{final.name}.scantling")
     try:
-        remove_folder(aside)  # left by one that was killed
+        remove_folder(aside)  # left by a killed process
         aside.mkdir(parents=True)
         yield aside
         mode = aside.stat().st_mode & 0o666
         for path in aside.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
-            sync(path)
-        sync(aside)
-        os.replace(aside, whole)
-        sync(whole.parent)
+            fsync(path)
+        fsync(aside)
+        os.replace(aside, final)
+        fsync(final.parent)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Lazy imports of the names of a package, on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package.
+    """Return the `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its `__name__`.
-        homes: the module of each name.
-        modules: names that stand for a whole module.
+        package: `__name__` of the package.
+        homes: module of each name.
+        modules: names that are whole modules.
     """
     modules = modules or {}
 

@@ -1,4 +1,4 @@
-"""Folders of `save_pretrained`, checked before transformers reads them, so that an error names the file."""
+"""Checks of `save_pretrained` folders before transformers reads them, so that an error names the file."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _TEXTS = (".json", ".txt", ".jinja", ".jsonl")
 _REPEATED = re.compile(r"(num|n|encoder|decoder).*(layers?|experts|blocks)|depths?", re.IGNORECASE)
-"""Keys of configurations that say how many modules a model has."""
-MOST_MODULES = 10_000
-"""Layers and experts of a model without weights."""
-_MODULES = 1000
-MOST_IDS = 1 << 20
-"""Ids that every vocabulary may have, whatever it is known of it."""
-_ELEMENTS = 1 << 26
-"""More modules than tensors and more elements than the weights have, before a configuration is refused."""
+"""Keys of configurations for the number of modules in a model."""
+MAX_MODULES = 10_000
+"""Largest number of layers and experts of a model without weights."""
+_EXTRA_MODULES = 1000
+MAX_TOKEN_ID = 1 << 20
+"""Token ids below this are accepted for any vocabulary."""
+_EXTRA_ELEMENTS = 1 << 26
+"""Modules beyond the number of tensors, and elements beyond those of the weights, that a configuration may have."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights in a folder.
+    """Weights in a folder.
 
     Attributes:
-        files: that hold them, by name.
-        tensors: how many there are.
-        elements: of all of them.
+        files: names of their files, as text.
+        tensors: number of tensors.
+        elements: number of elements in all tensors.
     """
 
     files: str
@@ -46,11 +46,11 @@ class Weights:
 
 
 @contextmanager
-def blaming(what: object) -> Iterator[None]:
+def blame(file: object) -> Iterator[None]:
     """Turn every exception into a UserError that names a file.
 
     Args:
-        what: the file, or a text that names it.
+        file: the file, or a text that names it.
     """
     try:
         yield
@@ -60,12 +60,12 @@ def blaming(what: object) -> Iterator[None]:
         text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else first_line(error)
     else:
         return
-    raise UserError(f"cannot load {what}: {text}")
+    raise UserError(f"cannot load {file}: {text}")
 
 
 @contextmanager
-def without_marks(folder: Path) -> Iterator[Path]:
-    """Return a folder whose texts begin without a byte-order mark: this one, or one of links and copies."""
+def without_byte_order_marks(folder: Path) -> Iterator[Path]:
+    """Yield a folder whose texts have no byte-order mark: this one, or a temporary one with links and copies."""
     marked = {path.name for path in folder.iterdir() if path.suffix in _TEXTS and _has_mark(path)}
     if not marked:
         yield folder
@@ -86,8 +86,8 @@ def _has_mark(path: Path) -> bool:
         return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a `config.json`, and check that `generation_config.json` next to it can be read if it exists.
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a `config.json`, and check the `generation_config.json` next to it, if it exists.
 
     Raises:
         UserError: one of them is not a JSON object, or a value in it has a wrong type.
@@ -95,35 +95,37 @@ def read_settings(path: Path) -> dict[str, Any]:
     content = read_json_object(path)
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{path}: architectures is a list of names; given {names!r}")
+        raise UserError(f"{path}: architectures must be a list of names; given {names!r}")
     _check_token_ids(content, path, content)
-    beside = path.with_name(GENERATION)
-    if os.path.lexists(beside):
-        _check_token_ids(read_json_object(beside), beside, content)
+    generation = path.with_name(GENERATION)
+    if os.path.lexists(generation):
+        _check_token_ids(read_json_object(generation), generation, content)
     return content
 
 
 def _check_token_ids(settings: dict[str, Any], path: Path, config: dict[str, Any]) -> None:
-    """Refuse ids of special tokens that no vocabulary has; a few above the vocabulary are common in tiny models."""
+    """Raise a UserError for impossible ids of special tokens; ids slightly above a tiny vocabulary are common."""
     text = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, text) if isinstance(each, dict)]
-    limit = max([MOST_IDS, *(size for size in sizes if isinstance(size, int))])
+    limit = max([MAX_TOKEN_ID, *(size for size in sizes if isinstance(size, int))])
     for key, value in settings.items():
         for id_ in value if isinstance(value, list) else [value]:
             if key.endswith("_token_id") and not isinstance(id_, int | None):
-                raise UserError(f"{path}: {key} is the id of a token or a list of them; given {value!r}")
+                raise UserError(f"{path}: {key} must be the id of a token or a list of ids; given {value!r}")
             if key.endswith(("_token_id", "_tokens")) and isinstance(id_, int) and abs(id_) >= limit:
-                raise UserError(f"{path}: {key} is {id_}, and the vocabulary has no such id")
+                raise UserError(
+                    f"{path}: {key} must be below {limit}, since the vocabulary has no larger id; given {id_}"
+                )
 
 
 def check_weights(folder: Path) -> Weights | None:
     """Check that the weights in a folder can be read, and count them.
 
     Returns:
-        None for weights in another format than safetensors.
+        The counts; None for weights in another format than safetensors.
 
     Raises:
-        UserError: no weights, or a file is damaged.
+        UserError: the folder has no weights, or a file is damaged.
     """
     if os.path.lexists(folder / WEIGHTS):
         shapes = _shapes(folder / WEIGHTS)
@@ -131,71 +133,73 @@ def check_weights(folder: Path) -> Weights | None:
     if not os.path.lexists(folder / WEIGHTS_INDEX):
         if any(folder.glob("pytorch_model*.bin")):
             return None
-        raise UserError(f"cannot load {folder}: it holds no {WEIGHTS} and no {WEIGHTS_INDEX}; copy the weights there")
+        raise UserError(f"cannot load {folder}: it has neither {WEIGHTS} nor {WEIGHTS_INDEX}; copy the weights there")
     index = folder / WEIGHTS_INDEX
     content = read_json_object(index)
-    places, metadata = content.get("weight_map"), content.get("metadata")
-    if not isinstance(metadata, dict) or not isinstance(places, dict) or not places:
-        raise UserError(f"{index} is damaged: weight_map and metadata are no mappings")
-    found = {}
-    for name in dict.fromkeys(map(str, places.values())):
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} is damaged: weight_map and metadata must be mappings; copy it again")
+    shapes_by_file = {}
+    for name in dict.fromkeys(map(str, weight_map.values())):
         if not name or Path(name).name != name or not os.path.lexists(folder / name):
             raise UserError(f"{index} names the file {name!r}, which is not in the folder; copy it there")
-        found[name] = _shapes(folder / name)
-    for tensor, name in places.items():
-        if tensor not in found[str(name)]:
-            raise UserError(f"{folder / name} holds no {tensor}, which {index.name} says that it does; it is damaged")
-    sizes = [prod(shape) for shapes in found.values() for shape in shapes.values()]
+        shapes_by_file[name] = _shapes(folder / name)
+    for tensor, name in weight_map.items():
+        if tensor not in shapes_by_file[str(name)]:
+            raise UserError(
+                f"{folder / name} has no {tensor}, which {index.name} lists; one is damaged, copy both again"
+            )
+    sizes = [prod(shape) for shapes in shapes_by_file.values() for shape in shapes.values()]
     return Weights(f"{WEIGHTS_INDEX} with its files", len(sizes), sum(sizes))
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     from safetensors import safe_open
 
-    with blaming(path):
+    with blame(path):
         if path.exists() and not path.is_file():
             raise UserError("it is not a file")
         with safe_open(path, "pt") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
-def check_counts(content: Any, weights: Weights | None = None, key: str = "") -> None:
-    """Refuse a configuration of so many layers that it would take hours to build.
+def check_layer_counts(content: Any, weights: Weights | None = None, key: str = "") -> None:
+    """Refuse a configuration with so many layers that building it would take hours.
 
     Args:
-        content: the configuration.
-        weights: that are to be loaded into its layers.
-        key: under which `content` stands in it.
+        content: the configuration, or a value in it.
+        weights: weights to load into its layers; None for a new model.
+        key: key of the value.
 
     Raises:
-        UserError: names the key.
+        UserError: too many layers; the message names the key.
     """
     if isinstance(content, dict):
         for name, value in content.items():
-            check_counts(value, weights, str(name))
+            check_layer_counts(value, weights, str(name))
     elif isinstance(content, list):
-        if len(content) > MOST_MODULES:
-            raise UserError(f"{key} is a list of {len(content)}; at most {MOST_MODULES} are built")
+        if len(content) > MAX_MODULES:
+            raise UserError(f"{key} must be a list of at most {MAX_MODULES} values; given {len(content)}")
         for value in content:
-            check_counts(value, weights, key)
+            check_layer_counts(value, weights, key)
     elif isinstance(content, int) and _REPEATED.fullmatch(key):
-        if weights is None and content > MOST_MODULES:
-            raise UserError(f"{key} is {content}; at most {MOST_MODULES} are built")
-        if weights is not None and content > weights.tensors + _MODULES:
-            raise UserError(f"{key} is {content}, but {weights.files} holds {weights.tensors} tensors")
+        if weights is None and content > MAX_MODULES:
+            raise UserError(f"{key} must be at most {MAX_MODULES}; given {content}")
+        if weights is not None and content > weights.tensors + _EXTRA_MODULES:
+            raise UserError(f"{key} is {content}, but {weights.files} has only {weights.tensors} tensors")
 
 
-def check_size(model: Any, weights: Weights) -> None:
-    """Refuse a model that is far larger than its weights, which transformers would fill with zeros first.
+def check_model_size(model: Any, weights: Weights) -> None:
+    """Refuse a model that is far larger than its weights, which transformers would allocate first.
 
     Args:
-        model: as configured, on the meta device.
-        weights: that are to be loaded into it.
+        model: the configured model, on the meta device.
+        weights: weights to load into it.
 
     Raises:
-        UserError: with both sizes.
+        UserError: the model is too large; the message has both sizes.
     """
     tensors = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
     elements = sum(tensors.values())
-    if elements > 4 * weights.elements + _ELEMENTS:
-        raise UserError(f"it describes a model of {elements} numbers, but {weights.files} holds {weights.elements}")
+    if elements > 4 * weights.elements + _EXTRA_ELEMENTS:
+        raise UserError(f"it describes a model of {elements} parameters, but {weights.files} has {weights.elements}")

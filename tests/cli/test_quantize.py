@@ -54,7 +54,7 @@ def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[
     assert len(model.model.layers[0].mlp.up_proj.weight[0, :16].unique()) <= 16
     assert AutoTokenizer.from_pretrained(folder)("fox")["input_ids"]
     assert run(given) == 2
-    assert "is there and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
 
 
 def test_a_table_with_verbose(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

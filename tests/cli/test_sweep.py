@@ -13,8 +13,8 @@ from rich.console import Console
 from scantling.cli import run
 from scantling.cli.sweeping import SweepProgress
 from scantling.trainer.planning.machine import MachineMemory
-from scantling.trainer.sweeping.grid import Case, cases
-from scantling.trainer.sweeping.runner import Outcome, Runner
+from scantling.trainer.sweeping.grid import Case, expand_sweep
+from scantling.trainer.sweeping.runner import SweepResult, SweepRunner
 from scantling.trainer.sweeping.schema import load_sweep
 from tests.runs import tiny_recipe, write_recipe
 
@@ -58,10 +58,10 @@ def test_it_starts_its_runs_itself(path: str, monkeypatch: pytest.MonkeyPatch) -
 def test_an_evaluation_that_failed_is_a_failure(
     path: str, error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_all(self: Runner, chosen: list[Case]) -> Outcome:
-        return Outcome({case.key: {"state": "done", "error": error} for case in chosen}, stopped=False, busy=[])
+    def run_all(self: SweepRunner, chosen: list[Case]) -> SweepResult:
+        return SweepResult({case.key: {"state": "done", "error": error} for case in chosen}, stopped=False, busy=[])
 
-    monkeypatch.setattr(Runner, "run", run_all)
+    monkeypatch.setattr(SweepRunner, "run", run_all)
     assert run(["sweep", path]) == code
     shown = capsys.readouterr().out
     assert "4 runs: 4 done" in shown
@@ -73,17 +73,17 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
     """Four runs: one exists, one ends, one fails, and one is in progress."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120, color_system=None)
-    there, ends, fails, middle = cases(*load_sweep(path))
+    there, ends, fails, middle = expand_sweep(*load_sweep(path))
     progress = SweepProgress(console)
     progress.start([there], [ends, fails, middle])
     for case in (ends, fails):
-        progress.begin(case, "begins")
+        progress.begin(case, "starts")
     progress.progress(ends, {"step": 2, "loss": 2.5})
     progress.progress(ends, {"step": 4, "loss": 2.25})
-    progress.begin(ends, "is evaluated")
+    progress.begin(ends, "evaluating")
     progress.end(ends, {"state": "done", "loss": "2.125", "seconds": "62.0", "error": ""})
     progress.end(fails, {"state": "failed", "error": "no such file"})
-    progress.begin(middle, "goes on")
+    progress.begin(middle, "resumes")
     progress.progress(middle, {"step": 4, "loss": 3.5})
     progress.close()
     text = shown.getvalue()
@@ -122,7 +122,7 @@ def test_a_dry_run_without_its_data_fails(tmp_path: Path, capsys: pytest.Capture
     [
         ({"quantize": {"formats": ["INT4"]}}, 2, "did you mean 'int4'"),
         ({"quantize": {"formats": ["int4.awq"]}}, 2, "method must be rtn or gptq"),
-        ({"quantize": {"formats": ["int4", "int4"]}}, 2, "one is named twice"),
+        ({"quantize": {"formats": ["int4", "int4"]}}, 2, "a format is listed twice"),
         ({"minimal_pairs": "nowhere.jsonl"}, 2, "after the runs: "),
     ],
 )

@@ -230,7 +230,7 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
             net(x).square().mean().backward()  # a micro-batch before the last one
             with made.overlapped():
                 net(x[:8]).square().mean().backward()
-                early = made._opened.next if made._opened is not None else 0
+                early = made._open_step.next_bucket if made._open_step is not None else 0
             done = made.exchange()
             sent = max(sent, made.wire_bytes)
             grads = [param.grad for group in made.param_groups for param in group["params"]]
@@ -274,7 +274,7 @@ def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
     with made.overlapped():
         net(x).square().mean().backward()
         loss = net(x).square().mean()
-        with pytest.raises(UserError, match=r"4\.bias got a gradient after its own had left: overlapped\(\) is for"):
+        with pytest.raises(UserError, match=r"4\.bias got a second gradient after its first was sent"):
             loss.backward()
 
 
@@ -338,7 +338,7 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
         if replicas.rank == 1:
             net[0].weight.grad[3, 4] = torch.nan
         made.exchange()
-        return made.left_out, [net[0].weight.grad, net[4].weight.grad]
+        return made.nonfinite_ranks, [net[0].weight.grad, net[4].weight.grad]
 
     wanted = []
     for rank in range(2):
@@ -364,7 +364,7 @@ def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[s
             if replicas.rank == 1 and step == 2:
                 params[3].grad[0] = torch.nan
             made.exchange()
-            found.append(made.withheld)
+            found.append(made.local_nonfinite)
         return found
 
     assert together(2, work) == [[False] * 4, [False, False, True, False]]
@@ -401,8 +401,8 @@ tasks.submit(lambda: print("done", flush=True), torch.device("cpu"))
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"delay": 2}, "delay must be 0 or 1 calls; given 2"),
-        ({"bucket_mb": 0}, "bucket_mb must be above 0 MiB; given 0"),
+        ({"delay": 2}, "delay must be an integer from 0 to 1; given 2"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0; given 0"),
         ({"residual": "int4"}, "residual must be one of fp32, int8; given 'int4'"),
     ],
 )

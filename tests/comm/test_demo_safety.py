@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import LocalSteps
 from scantling.comm.codec.message import unpack_messages
-from scantling.comm.consistency import unlike
+from scantling.comm.consistency import find_mismatch
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.transport.group import ReplicaGroup, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
@@ -87,9 +87,7 @@ def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
             made.load_shared_state_dict({"step": 5})
         made.exchange()
 
-    with pytest.raises(
-        UserError, match=r"rank 1 differs from the others in square: it has calls so far 5; they have calls so far 0"
-    ):
+    with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has step 5; they have step 0"):
         together(3, work)
 
 
@@ -103,7 +101,9 @@ def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplo
             made.exchange()
 
     together(2, work)
-    told = [record.getMessage() for record in caplog.records if "options, shapes or what is frozen" in record.message]
+    told = [
+        record.getMessage() for record in caplog.records if "options, shapes or frozen parameters" in record.message
+    ]
     assert sorted(text[:14] for text in told) == [f"step {step}, rank {rank}" for step in (1, 2) for rank in (0, 1)]
 
 
@@ -115,7 +115,7 @@ def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite
             if replicas.rank == bad:
                 damaged[2][0, 0, 0] = torch.nan
                 other[3][0, 0, 0, 0] += 1e-3
-        return unlike(replicas, damaged), unlike(replicas, other)
+        return find_mismatch(replicas, damaged), find_mismatch(replicas, other)
 
     for nan, apart in together(2, work):
         assert nan == (bad, 2, 1 - bad)
@@ -153,7 +153,7 @@ def test_who_was_left_out_is_of_the_step() -> None:
             if step == 1 and replicas.rank == 1:
                 params[0].grad[0, 0] = torch.nan
             made.exchange()
-            found.append(made.left_out)
+            found.append(made.nonfinite_ranks)
         assert found == [[], [1], [], []]
 
     together(2, work)
@@ -174,7 +174,7 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
     made = MomentumExchange([param], topk=8, decay=1.0)
     param.grad = torch.full((64, 64), 1e34)
     assert made.exchange()
-    assert made.left_out == []
+    assert made.nonfinite_ranks == []
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             param.grad = torch.zeros(64, 64)
@@ -183,7 +183,7 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
                 made.exchange()
             except NonFiniteError:
                 break
-    assert "a residual is NaN or Inf and begins anew" in caplog.text
+    assert "a residual is NaN or Inf; reset to zero" in caplog.text
     param.grad = torch.ones(64, 64)
     assert made.exchange()
     assert torch.isfinite(param.grad).all()
@@ -196,7 +196,7 @@ def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
         for step in range(3):
             fill(params, replicas.rank, step)
             if step == 2 and replicas.rank == 1:
-                made.residuals.drop(params[0])
+                made.residuals.discard(params[0])
             made.exchange()
         return made.replica_divergence
 
@@ -322,7 +322,7 @@ def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCap
     scaler.update()
     assert scaler.get_scale() == pytest.approx(5e37)
     assert all(map(torch.equal, params, before))
-    assert "the step is left out" in caplog.text
+    assert "the step is skipped" in caplog.text
     for param in params:
         param.grad = torch.full_like(param, torch.inf)
     with pytest.raises(NonFiniteError):
@@ -561,7 +561,7 @@ def test_another_default_dtype_changes_nothing(strategy: Any) -> None:
 
 def test_compat_and_parameters_given_twice() -> None:
     optimizer = sc.DeMo([nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(UserError, match="compat must be the same in all groups; given 'paper' beside None"):
+    with pytest.raises(UserError, match="compat must be the same in all groups; given 'paper' and None"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "compat": "paper"})
     param = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"a parameter of shape \(3,\) is given twice"):
@@ -620,13 +620,13 @@ def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> No
     ("given", "options", "text"),
     [
         ("list", {"dense_betas": 0.9}, r"dense_betas must be two numbers.*given 0\.9"),
-        ("list", {"overlap": True, "bucket_mb": "25"}, "bucket_mb must be above 0 MiB; given '25'"),
+        ("list", {"overlap": True, "bucket_mb": "25"}, "bucket_mb must be above 0; given '25'"),
         ("model", {}, "parameters are given as a list or as groups.*given the model, Linear"),
         ("twice", {}, "a parameter is given twice"),
         ({"matrix_dims": 5}, {}, r"matrix_dims must be \(row dims, column dims\).*given 5"),
         ({"matrix_dims": (0,)}, {}, r"matrix_dims must be \(row dims, column dims\).*given \(0,\)"),
         ({"param": []}, {}, "a group is a mapping with 'params'.*given the keys param"),
-        ("list", {"compat": "paper", "update": "identity"}, "would take lr once more"),
+        ("list", {"compat": "paper", "update": "identity"}, "would apply lr again"),
         ("list", {"compat": "paper", "dense_lr": 1e-3}, "leave dense_lr out"),
     ],
 )
@@ -654,9 +654,9 @@ def test_a_state_of_another_kind_is_named() -> None:
     params = list(nn.Linear(80, 80).parameters())
     exchange, optimizer = MomentumExchange(params), sc.DeMo(params, 1e-3)
     for load, state, text in (
-        (exchange.load_local_state_dict, exchange.state_dict(), "with 'world_size'; given the keys local, shared"),
-        (exchange.load_shared_state_dict, exchange.local_state_dict(), "with 'step'; given the keys world_size"),
-        (exchange.load_state_dict, exchange.local_state_dict(), "with 'local'; given the keys world_size"),
+        (exchange.load_local_state_dict, exchange.state_dict(), "which has 'world_size'; given the keys local, shared"),
+        (exchange.load_shared_state_dict, exchange.local_state_dict(), "which has 'step'; given the keys world_size"),
+        (exchange.load_state_dict, exchange.local_state_dict(), "which has 'local'; given the keys world_size"),
         (optimizer.load_local_state_dict, optimizer.state_dict(), "'world_size'; given the keys state, param_groups"),
         (optimizer.load_shared_state_dict, optimizer.local_state_dict(), "'state' and 'groups'; given the keys world"),
     ):
@@ -703,12 +703,12 @@ def test_a_pickle_says_that_its_process_group_is_lost(caplog: pytest.LogCaptureF
     optimizer = demo_of(ReplicaGroup(), params_of())
     pickle.loads(pickle.dumps(optimizer))  # noqa: S301
     copy.deepcopy(optimizer)
-    assert "process group of its own" not in caplog.text
+    assert "its own process group" not in caplog.text
     optimizer.exchange.replicas.group = "a group"
     copy.deepcopy(optimizer)
-    assert "process group of its own" not in caplog.text
+    assert "its own process group" not in caplog.text
     pickle.loads(pickle.dumps(optimizer))  # noqa: S301
-    assert "process group of its own" in caplog.text
+    assert "its own process group" in caplog.text
 
 
 def test_states_of_another_kind_are_refused() -> None:

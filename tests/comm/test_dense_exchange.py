@@ -78,7 +78,7 @@ def test_dense_exchange_skips_nonfinite_rank() -> None:
         if replicas.rank == 1:
             params[0].grad[3, 4] = torch.nan
         made.exchange()
-        assert made.left_out == [1]
+        assert made.nonfinite_ranks == [1]
         found = params[0].grad
         params[2].grad = torch.full_like(params[2], torch.inf)
         with pytest.raises(NonFiniteError, match="all 3 processes"):

@@ -100,7 +100,7 @@ def test_a_saved_run_goes_on_to_the_bit(kind: str) -> None:
 def test_bad_options() -> None:
     net = copy.deepcopy(START)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="sync_every must be a whole number from 1 on; given 0"):
+    with pytest.raises(UserError, match="sync_every must be an integer of at least 1; given 0"):
         diloco(inner, net.parameters(), sync_every=0)
     with pytest.raises(UserError, match="outer_lr must be above 0"):
         diloco(inner, net.parameters(), outer_lr=0.0)

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.codec.block_group import MIN_NUMBERS
+from scantling.comm.config import ExchangeConfig
 from scantling.comm.exchange import MomentumExchange
+from scantling.comm.layout import MIN_MATRIX_NUMEL
 from scantling.comm.residuals import ROW, Residuals, residual_bytes
 from tests.comm.replicas import ThreadGroup, together
 from tests.comm.test_exchange import exchange_of, gradient, params_of
 
 
 def kept(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:
-    residuals, param = Residuals({}), torch.empty_like(value)
+    residuals, param = Residuals([], {}, ExchangeConfig()), torch.empty_like(value)
     residuals.write(param, value, "int8", seed)
     return residuals, param
 
@@ -25,7 +26,7 @@ def test_int8_is_right_on_average_and_within_a_step(shape: tuple[int, ...]) -> N
     total = torch.zeros(shape)
     for seed in range(200):
         residuals, param = kept(value, seed)
-        found = residuals.read(param, param)
+        found = residuals.read(param)
         assert found.shape == value.shape
         if value.numel():
             assert (found - value).abs().max() <= value.abs().max() / 127 * 1.001
@@ -38,7 +39,7 @@ def test_int8_is_right_on_average_and_within_a_step(shape: tuple[int, ...]) -> N
 def test_codes_come_back_to_the_bit() -> None:
     value = torch.randn(37, 129, generator=torch.Generator().manual_seed(2))
     first, param = kept(value, 5)
-    again, other = kept(first.read(param, param), None)
+    again, other = kept(first.read(param), None)
     for key in ("residual", "residual_scale"):
         assert torch.equal(first.state[param][key], again.state[other][key])
 
@@ -73,7 +74,7 @@ def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
             made.exchange()
             for place, param in enumerate(params):
                 applied[place] += param.grad
-        left = [made.residuals.read(param, param) for param in params]
+        left = [made.residuals.read(param) for param in params]
         return given, applied, left
 
     found = together(2, work)
@@ -81,5 +82,5 @@ def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
         given, left = (torch.stack([each[part][place] for each in found]).mean(0) for part in (0, 2))
         error = found[0][1][place] + left - given
         step = max(each[2][place].abs().max() for each in found) / 127
-        assert error.abs().max() < (8 * step if error.numel() >= MIN_NUMBERS else 1e-4)
+        assert error.abs().max() < (8 * step if error.numel() >= MIN_MATRIX_NUMEL else 1e-4)
         assert error.mean().abs() < 1e-4 + 4 * error.std(correction=0) / error.numel() ** 0.5

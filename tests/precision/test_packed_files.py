@@ -196,7 +196,7 @@ def test_save_quantized_refuses_unsuitable_models(tmp_path: Path) -> None:
     sc.quantize_weights(model, "int4")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(UserError, match="is there and not empty"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         save_quantized(model, tmp_path / "full")
     with pytest.raises(UserError, match="has no save_pretrained"):
         save_quantized(sc.quantize_weights(nn.Sequential(nn.Linear(4, 4)), "int4"), tmp_path / "out")
@@ -277,7 +277,7 @@ def test_read_quantized_refuses_damaged_folders(tmp_path: Path) -> None:
         refused(words)
     for text in ("{", "[]", '{"format": 1}', '{"format": 1, "tensors": {"x": {}}}'):
         index.write_text(text)
-        refused(r"quantized\.json.* (is no JSON|must hold a JSON object|it is damaged)|as it is damaged or")
+        refused(r"quantized\.json.* (is not valid JSON|must hold a JSON object|it is damaged)|as it is damaged or")
     index.write_text(good.replace('"format":1,', '"format":2,', 1))
     refused("newer scantling wrote it, in format 2; upgrade")
     index.write_text(good)

@@ -254,7 +254,7 @@ def test_load_refuses_invalid_folders(tmp_path: Path) -> None:
         {**config, "quantization_config": {**quantization, "layers": layers}}, r"up_proj: given in_modes=\(2, 2\)"
     )
     path.write_text("{")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         sc.load(tmp_path)
 
     from safetensors.torch import save_file

@@ -105,7 +105,7 @@ def test_a_folder_here_comes_before_the_hub(cache: Path, tmp_path: Path) -> None
 def test_damage_in_the_cache_is_said(cache: Path) -> None:
     folder = fill(cache, NAME)
     (folder / "tokenizer.json").resolve().write_text("{")
-    with pytest.raises(UserError, match=r"data\.tokenizer: .*tokenizer\.json is no JSON"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*tokenizer\.json is not valid JSON"):
         load_tokenizer(NAME)
     weights = (folder / "model.safetensors").resolve()
     weights.write_bytes(weights.read_bytes()[:-9])

@@ -164,7 +164,7 @@ def report_lost(error: OSError) -> None:
 def _close_output(code: int) -> int:
     """Flush the output and return the exit code: 1 if output was lost and everything else succeeded."""
     global _lost
-    from scantling.errors import STOPPED
+    from scantling.errors import EXIT_STOPPED
 
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -179,7 +179,7 @@ def _close_output(code: int) -> int:
     lost, _lost = _lost, None
     if lost is None:
         return code
-    is_said = code not in (0, STOPPED)  # one line is enough
+    is_said = code not in (0, EXIT_STOPPED)  # one line is enough
     if not is_said and not isinstance(lost, BrokenPipeError):  # a reader that closes a pipe has read enough
         _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
     return code or 1

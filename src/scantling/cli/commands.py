@@ -12,7 +12,7 @@ from rich.console import Console
 
 from scantling.cli import INTERRUPTED
 from scantling.cli.console import LOADING, ConsoleSink, busy, make_console, print_json
-from scantling.errors import STOPPED, RunError, UserError
+from scantling.errors import EXIT_STOPPED, RunError, UserError
 from scantling.files import read_json_object
 from scantling.torchrun_env import require_single_process, world_size_from_env
 
@@ -92,7 +92,7 @@ def _train(
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
     if result.status == "stopped":
         console.print(f"go on with: scantling train {result.run_dir} --resume", markup=False)
-        return STOPPED
+        return EXIT_STOPPED
     return 0
 
 
@@ -121,7 +121,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
         before = _finished(folder)
         code = _wait(command)
-        if code in (STOPPED, INTERRUPTED):
+        if code in (EXIT_STOPPED, INTERRUPTED):
             return code
         if code and _finished(folder) == before:  # a finished run fails if its output was lost
             raise (UserError if code == 2 else RunError)(f"{recipe} ended with exit code {code}; see its message above")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from scantling.cli.console import make_console, print_json
 from scantling.cli.options import pairs
 from scantling.errors import UserError
-from scantling.files import strict, write_json, write_whole
+from scantling.files import replace_nonfinite, write_atomic, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def fit(
     as_json: bool,
 ) -> int:
     from scantling import laws
-    from scantling.trainer.reporting.fit_chart import fit_chart
+    from scantling.trainer.reporting.charts import fit_chart
 
     console = make_console()
     fitted = laws.fit(
@@ -57,7 +57,7 @@ def fit(
         table = table.with_suffix("")
     constants, plot = (out / f"{table.name}-{law}{suffix}" for suffix in (".json", ".svg"))
     write_json(constants, found)
-    write_whole(plot, fit_chart(fitted) + "\n")
+    write_atomic(plot, fit_chart(fitted) + "\n")
     if as_json:
         print_json(found)
         return 0
@@ -104,7 +104,7 @@ def summary(fitted: Fit, samples: int) -> dict[str, Any]:
         "worst": held_out.worst if held_out.errors else None,
         "skipped": {f"{size:.12g}": reason for size, reason in held_out.skipped.items()},
     }
-    strictly: dict[str, Any] = strict(found)
+    strictly: dict[str, Any] = replace_nonfinite(found)
     return strictly
 
 

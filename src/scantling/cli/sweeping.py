@@ -14,13 +14,13 @@ from rich.text import Text
 
 from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
 from scantling.cli.options import pairs
-from scantling.errors import STOPPED, UserError
+from scantling.errors import EXIT_STOPPED, UserError
 from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
 from scantling.trainer.reporting.format import format_number, format_seconds
-from scantling.trainer.sweeping.grid import Case, cases, names_of, select, shown
-from scantling.trainer.sweeping.runner import Runner, Watcher
+from scantling.trainer.sweeping.grid import Case, axis_labels, expand_sweep, format_cell, select_cases
+from scantling.trainer.sweeping.runner import SweepCallback, SweepRunner
 from scantling.trainer.sweeping.schema import Sweep, load_sweep
 from scantling.trainer.sweeping.table import Row
 from scantling.trainer.tasks import get_task
@@ -34,12 +34,12 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
     console = make_console()
     read, base = load_sweep(path, settings)
     with busy("checking the recipes"):
-        grid = cases(read, base, path)
-    chosen = select(grid, pairs("--only", only))
-    runner = Runner(read, grid, jobs=jobs, retry=retry, watcher=SweepProgress(console))
+        grid = expand_sweep(read, base, path)
+    chosen = select_cases(grid, pairs("--only", only))
+    runner = SweepRunner(read, grid, jobs=jobs, retry=retry, callback=SweepProgress(console))
     if dry_run:
-        lacking = runner.lacking()
-        console.print(_grid_table(read, chosen, runner.states()))
+        missing_files = runner.missing_files()
+        console.print(_grid_table(read, chosen, runner.read_rows()))
         total = format_number(sum(case.num_tokens for case in chosen))
         console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
         with busy("planning"):
@@ -47,7 +47,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         problems = [f"{label}: the run {fit}"] if fit.is_impossible else []
         if not problems:
             console.print(f"the largest run, {label}: {fit}", markup=False)
-        problems += [*_data_problems(chosen), *(f"after the runs: {error}" for error in lacking)]
+        problems += [*_data_problems(chosen), *(f"after the runs: {error}" for error in missing_files)]
         if len(problems) > MOST_PROBLEMS:
             problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS} more"]
         if problems:
@@ -66,7 +66,7 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
         console.print("failed runs stay so; try them again with --retry", markup=False)
     if outcome.stopped or states.get("stopped") or outcome.busy:
         console.print("go on with the same command", markup=False)
-        return STOPPED
+        return EXIT_STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 
@@ -96,20 +96,20 @@ def _data_problems(chosen: Sequence[Case]) -> list[str]:
 
 def _grid_table(read: Sweep, chosen: Sequence[Case], rows: Mapping[str, Row]) -> Table:
     table = Table(title=Text(f"{read.name} → {read.folder}"), title_justify="left")
-    names = names_of(read)
+    names = axis_labels(read)
     for name in names.values():
         table.add_column(Text(name))
     for header in ("N", "D"):
         table.add_column(header, justify="right")
     table.add_column("state")
     for case in chosen:
-        values = [Text(shown(case.values[key])) for key in names]
+        values = [Text(format_cell(case.values[key])) for key in names]
         sizes = (format_number(case.num_parameters), format_number(case.num_tokens))
         table.add_row(*values, *sizes, rows[case.key]["state"] if case.key in rows else "waiting")
     return table
 
 
-class SweepProgress(Watcher):
+class SweepProgress(SweepCallback):
     """Progress display of a sweep: on a terminal, a total bar by N D and one bar per run; plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -140,13 +140,13 @@ class SweepProgress(Watcher):
         self._bars.start()
         self._update()
 
-    def begin(self, case: Case, what: str) -> None:
+    def begin(self, case: Case, action: str) -> None:
         if self._bars is None:
-            self._console.print(f"{case.label}: {what}", markup=False)
+            self._console.print(f"{case.label}: {action}", markup=False)
         elif case.key not in self._of_run:
-            self._of_run[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, figures=what)
+            self._of_run[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, figures=action)
         else:
-            self._bars.update(self._of_run[case.key], figures=what)
+            self._bars.update(self._of_run[case.key], figures=action)
 
     def progress(self, case: Case, record: Mapping[str, Any]) -> None:
         steps, before = case.recipe.train.steps, self._done.get(case.key, 0.0)

@@ -1,15 +1,44 @@
-"""What the processes of one run exchange: all gradients, or the largest components of their momentum."""
+"""Communication between the processes of a run: all gradients, or the largest components of their momentum.
 
-from scantling.comm.dcp import load_rank_tensors, rank_tensors
-from scantling.comm.ddp import AllReduce, allreduce_wire_bytes, average_buffers
-from scantling.comm.ddp_guard import refuse_reduction
-from scantling.comm.demo import DeMo
-from scantling.comm.demo_exchange import DemoExchange
-from scantling.comm.diloco import LocalSteps, diloco, sparseloco
-from scantling.comm.exchange import MomentumExchange
-from scantling.comm.gradient_exchange import GradientExchange, NoExchange
-from scantling.comm.replica import merge_local_states
-from scantling.comm.transport.torchft import TorchFTGroup
+Names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scantling.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from scantling.comm.dcp import load_rank_tensors, rank_tensors
+    from scantling.comm.ddp import AllReduce, allreduce_wire_bytes, average_buffers
+    from scantling.comm.ddp_guard import refuse_reduction
+    from scantling.comm.demo import DeMo
+    from scantling.comm.demo_exchange import DemoExchange
+    from scantling.comm.exchange import MomentumExchange
+    from scantling.comm.gradient_exchange import GradientExchange, NoExchange
+    from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
+    from scantling.comm.residuals import merge_local_states
+    from scantling.comm.transport.torchft import TorchFTGroup
+
+_HOMES = {
+    "AllReduce": "ddp",
+    "DeMo": "demo",
+    "DemoExchange": "demo_exchange",
+    "GradientExchange": "gradient_exchange",
+    "LocalSteps": "local_steps",
+    "MomentumExchange": "exchange",
+    "NoExchange": "gradient_exchange",
+    "TorchFTGroup": "transport.torchft",
+    "allreduce_wire_bytes": "ddp",
+    "average_buffers": "ddp",
+    "diloco": "local_steps",
+    "load_rank_tensors": "dcp",
+    "merge_local_states": "residuals",
+    "rank_tensors": "dcp",
+    "refuse_reduction": "ddp_guard",
+    "sparseloco": "local_steps",
+}
 
 __all__ = [
     "AllReduce",
@@ -29,3 +58,5 @@ __all__ = [
     "refuse_reduction",
     "sparseloco",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -10,17 +10,18 @@ kinds there is a warning.
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.ddp_guard import Averaging, find_averaging
+from scantling.comm.ddp_guard import Averaging, find_averaging, find_wrappers
 from scantling.comm.transport.group import ReplicaGroup
-from scantling.comm.transport.shards import all_finite, to_local
+from scantling.comm.transport.shards import all_finite, check_meshes, to_local
 from scantling.errors import UserError
 from scantling.numerics.bits import checksum
 from scantling.numerics.device import has_kernels
@@ -83,7 +84,7 @@ def check_alike(
         raise UserError(
             f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
         )
-    differing = unlike(replicas, params)
+    differing = find_mismatch(replicas, params)
     if differing is not None:
         rank, place, _ = differing
         raise UserError(
@@ -163,16 +164,56 @@ def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
     )
 
 
-def spread(replicas: ReplicaGroup, values: Iterable[Tensor], seed: int) -> float:
-    """How far values that each replica has for itself are apart: 0 where alike, near 1 where nothing is shared.
+class AveragingGuard:
+    """Check that nothing averages gradients over the replicas before the exchange.
 
-    The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), of all values together. Norms are those of
-    sketches of `SKETCH` numbers (Charikar, Chen and Farach-Colton, 2002), so that little is sent: the figure is off by
-    some tenth of itself. Collective: one all-gather.
+    Wrappers of the model are searched once, in the first step of this process. In the first check, replicas compare
+    their gradients. Later checks ask the wrappers only: a loop may leave out `no_sync()` later.
+    """
+
+    def __init__(self) -> None:
+        self._wrappers: list[weakref.ref[nn.Module]] | None = None
+        self._is_compared = False
+
+    def find_wrappers(self, replicas: ReplicaGroup, params: Sequence[Tensor]) -> None:
+        """Search for wrappers of the model unless that was done before. No communication."""
+        if self._wrappers is not None:
+            return
+        if replicas.is_static:
+            check_meshes(params, replicas.ranks)  # again: accelerate replaces the parameters of an optimizer
+        found = [] if replicas.world_size == 1 else find_wrappers(params, replicas.ranks)
+        self._wrappers = [weakref.ref(wrapper) for wrapper in found]
+
+    def check(self, replicas: ReplicaGroup, params: Sequence[Tensor], step: int) -> None:
+        """Raise if gradients were averaged.
+
+        Collective in the first check of this process: one all-gather. Over a `TorchFTGroup` only in the first step of
+        all replicas, since a replica that joins later would be alone in it.
+
+        Raises:
+            UserError: a wrapper averages gradients.
+        """
+        self.find_wrappers(replicas, params)
+        wrappers = [wrapper for reference in self._wrappers or () if (wrapper := reference()) is not None]
+        if not self._is_compared and (replicas.is_static or step == 1):
+            refuse_averaged(replicas, params, wrappers)
+            self._is_compared = True
+            return
+        averaging = [wrapper for wrapper in wrappers if find_averaging(wrapper) is Averaging.YES]
+        if averaging:
+            raise averaging_error(averaging)
+
+
+def residual_divergence(replicas: ReplicaGroup, values: Iterable[Tensor], seed: int) -> float:
+    """Return the relative distance between the replicas' values: 0 if they are equal, near 1 if they are unrelated.
+
+    The root of (mean over replicas of |x_i - mean x|^2) / (mean of |x_i|^2), over all values. The norms are those of
+    random sketches with `SKETCH` elements (Charikar, Chen and Farach-Colton, 2002), so that little is sent; the
+    error is about 10 %. Collective: one all-gather.
 
     Args:
-        replicas: to the other replicas.
-        values: of this one, of the same shapes on all.
+        replicas: group of the replicas.
+        values: of this replica, with the same shapes on all.
         seed: of the sketch, the same on all.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -181,36 +222,47 @@ def spread(replicas: ReplicaGroup, values: Iterable[Tensor], seed: int) -> float
         if sketch is None:
             sketch = torch.zeros(SKETCH, dtype=torch.float64, device=value.device)
         rows = -(-value.numel() // SKETCH)
-        drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
-        signs = drawn.to(value.device) * 2 - 1
+        bits = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
+        signs = bits.to(value.device) * 2 - 1
         flat = torch.nn.functional.pad(value.flatten(), (0, rows * SKETCH - value.numel())).view(rows, SKETCH)
         sketch += (flat * signs).sum(0, dtype=torch.float64)
     if sketch is None:
         return 0.0
-    all_of_them = torch.stack(replicas.all_gather(sketch))
-    apart = (all_of_them - all_of_them.mean(0)).square().sum()
-    whole = all_of_them.square().sum()
-    return float((apart / whole).sqrt()) if float(whole) > 0.0 else 0.0
+    sketches = torch.stack(replicas.all_gather(sketch))  # (replicas, SKETCH)
+    apart = (sketches - sketches.mean(0)).square().sum()
+    total = sketches.square().sum()
+    return float((apart / total).sqrt()) if float(total) > 0.0 else 0.0
 
 
-def unlike(replicas: ReplicaGroup, params: Sequence[Tensor]) -> tuple[int, int, int] | None:
-    """Where parameters are not what they are on most ranks; None where all are alike.
+class Mismatch(NamedTuple):
+    """Parameter that differs between replicas.
 
-    Returns:
-        The first rank that differs from the sound one, the position of the parameter, and the sound one: of those whose
-        parameters are finite the one that is most often what most are, the lowest where there are several.
+    Attributes:
+        rank: the first rank that differs from the reference.
+        param: index of the first parameter that differs there.
+        reference: the rank that most ranks agree with, among those with finite parameters; the lowest if there are
+            several.
+    """
 
-    Collectives: one all-gather of 8 bytes a parameter, and 8 more.
+    rank: int
+    param: int
+    reference: int
+
+
+def find_mismatch(replicas: ReplicaGroup, params: Sequence[Tensor]) -> Mismatch | None:
+    """Compare the hashes of all parameters between replicas; None if all are equal.
+
+    Collectives: one all-gather of 8 bytes per parameter, and 8 more.
     """
     finite = all_finite(map(to_local, params))
     sums = torch.cat([checksum(to_local(param)) for param in params])
     gathered = torch.stack(replicas.all_gather(torch.cat([sums, sums.new_tensor([finite])]))).cpu()
-    found, is_finite = gathered[:, :-1], gathered[:, -1].bool()
-    if (found == found[0]).all():
+    hashes, is_finite = gathered[:, :-1], gathered[:, -1].bool()  # (replicas, params), (replicas,)
+    if (hashes == hashes[0]).all():
         return None
-    alike = (found[:, None] == found[None]).sum(1)  # how many ranks have what each has, by parameter
-    votes = (alike == alike.amax(0)).sum(1)
+    agreeing = (hashes[:, None] == hashes[None]).sum(1)  # number of ranks that agree with each, by parameter
+    votes = (agreeing == agreeing.amax(0)).sum(1)
     votes[~is_finite] = -1
-    sound = int(votes.argmax())
-    rank, place = (found != found[sound]).nonzero()[0].tolist()
-    return rank, place, sound
+    reference = int(votes.argmax())
+    rank, param = (hashes != hashes[reference]).nonzero()[0].tolist()
+    return Mismatch(rank, param, reference)

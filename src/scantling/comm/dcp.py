@@ -21,12 +21,13 @@ from torch import Tensor
 
 from scantling.comm.demo import MOMENTS, DeMo
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.layout import all_block_groups, all_parameters, keeps_residuals, make_buckets, parameter_names
+from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets
+from scantling.comm.param_groups import all_parameters, parameter_names
 from scantling.comm.transport.shards import to_local
 from scantling.errors import UserError
 
 _PROCESSES = "processes"
-_SCHEDULED = ("lr", "dense_lr", "dense_ratio", "weight_decay", "decay", "alpha")
+_SCHEDULED = ("lr", "dense_lr", "dense_ratio", "weight_decay", "decay")
 """Options of a group that may change while a run goes on."""
 
 
@@ -55,7 +56,7 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
         for slot in block_group.slots:
             param, name = params[slot.param], f"{prefix}/{names[slot.param]}"
             if keeps_residuals(block_group, exchange.config):
-                found[f"{name}/residual"] = exchange.residuals.read(param, to_local(param)).clone()
+                found[f"{name}/residual"] = exchange.residuals.read(param).clone()
             if isinstance(optimizer, DeMo) and not block_group.spec.is_matrix:
                 moments = optimizer.moments(param)
                 found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
@@ -95,7 +96,7 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
             f"the tensors were saved by {saved} processes, and these are {_processes()}: the residuals of the others "
             "would be lost. Load on as many as saved"
         )
-    exchange.drop()
+    exchange.discard_pending()
     step = int(tensors[f"{prefix}/step"])
     exchange.step = step
     for name, group, key in _scheduled(exchange):

@@ -51,7 +51,7 @@ class AllReduce(GradientExchange):
             to find out; they keep none where they get one on no process. Without it such a pass is refused.
     """
 
-    learns_from_a_pass = True
+    needs_warm_up_pass = True
 
     def __init__(self, *, bucket_mb: float = 25.0, find_unused_parameters: bool = False) -> None:
         self.bucket_mb, self.find_unused_parameters = bucket_mb, find_unused_parameters

@@ -1,17 +1,17 @@
-"""DeMo: the exchange of momentum and the update that goes with it, as one optimizer.
+"""DeMo: an optimizer that updates parameters with the momentum that replicas exchange.
 
-For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; see `momentum.py`):
+For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; equations 1 to 5: exchange.py):
 
-    p  <-  p (1 - lr weight_decay)
-    p  <-  p - lr phi(m),        phi = sign, identity, or the nearest orthogonal matrix (Muon's map)
+    (6)  p  <-  p (1 - lr weight_decay)
+    (7)  p  <-  p - lr phi(m),        phi = sign, identity, or the nearest orthogonal matrix (Muon's map)
 
-What is no matrix takes AdamW's step with its synchronised gradient, at `dense_lr`. With `compat="paper"` everything
-goes as in the published code instead: gradients are scaled by lr before they are accumulated, the mean of a coefficient
+Other parameters take AdamW's step with their synchronized gradient, at `dense_lr`. With `compat="paper"` everything is
+done as in the published code instead: gradients are scaled by lr before they are accumulated, the mean of a coefficient
 is over the replicas that sent it, blocks have sides that divide those of the matrix, and vectors are matrices of one
 row.
 
-Cost: a residual of 4 bytes for each number of a matrix; for each of the rest 8 bytes of AdamW's moments, and 4 of a
-residual but where it is sent in fp32.
+Cost: a residual of 4 bytes per element of a matrix; for other parameters 8 bytes of AdamW's moments, and 4 of a
+residual unless they are sent in fp32.
 """
 
 from __future__ import annotations
@@ -19,36 +19,33 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from scantling.comm.codec.blocks import BlockGrid
-from scantling.comm.codec.quantize import Values
-from scantling.comm.config import (
-    Exchange,
-    ExchangeConfig,
+from scantling.comm.config import ExchangeOptions, document_options, is_number, make_config
+from scantling.comm.exchange import MomentumExchange
+from scantling.comm.param_groups import (
+    INTERNAL_DEFAULTS,
     check_given,
     check_group,
+    check_group_options,
     check_groups,
-    check_options,
     check_real,
-    is_number,
 )
-from scantling.comm.exchange import MomentumExchange
-from scantling.comm.residuals import KEYS, Format, num_rows
-from scantling.comm.scaling import scale_of, unscale
+from scantling.comm.residuals import KEYS, num_rows
 from scantling.comm.transport.group import ReplicaGroup, as_replica_group
 from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.numerics.device import without_autocast
+from scantling.numerics.torch_private import foreach_div_
 from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)
@@ -56,49 +53,41 @@ logger = logging.getLogger(__name__)
 Update: TypeAlias = Literal["sign", "identity", "muon"]
 UPDATES: tuple[Update, ...] = get_args(Update)
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-COMPARED = ("lr", "weight_decay", "update", "dense_ratio", "dense_betas", "dense_eps")
-"""Keys of groups that must be alike on all replicas at the start, beside those of the exchange."""
-REPLICA = ("replica", "replicas")
-"""Keys of saved groups that say whose state it is."""
-_PAPER = {"decay": 0.999, "values": "fp32"}
-_DEFAULT = {"decay": 0.95, "values": "sign"}
+"""Keys of AdamW's state of a parameter."""
+COMPARED_KEYS = ("lr", "weight_decay", "update", "dense_ratio", "dense_betas", "dense_eps")
+"""Keys of groups that replicas must share at the start, next to those of the exchange."""
+SAVED_RANK_KEYS = ("replica", "replicas")
+"""Keys of saved groups: rank and number of the replicas that saved them."""
+PAPER_OPTIONS: ExchangeOptions = {"decay": 0.999, "values": "fp32"}
+"""Defaults with `compat="paper"`."""
 
 
-class DemoMomentum(MomentumExchange):
-    """The exchange of an optimizer, on its groups and its state."""
-
-    def __init__(self, optimizer: DeMo, replicas: ReplicaGroup) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._begin(optimizer.param_groups, optimizer.state, optimizer._rounds, replicas)
-        self._compared = COMPARED
-
-
+@document_options
 class DeMo(torch.optim.Optimizer):
     """DeMo (Peng et al., arXiv 2411.19870) as a plain `torch.optim.Optimizer`; it replaces the gradient all-reduce.
 
-    Gradients must not have been averaged over the replicas: no DistributedDataParallel, or every backward pass in its
-    `no_sync()`. Works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are left alone;
-    one without a gradient counts as if that were zero: what is in its residual still travels, and it decays.
+    Gradients must not be averaged over the replicas: no DistributedDataParallel, or every backward pass in its
+    `no_sync()`. It works unchanged on one process, and with `torch.amp.GradScaler.step`. Frozen parameters are skipped.
+    A parameter without a gradient counts as having a zero gradient: its residual is still sent, and its weight decays.
 
     Args:
-        params: parameters, named parameters or groups; from `scantling.param_groups(model)` also what is an embedding.
-            Bare parameters of two dims and more and at least 4,096 numbers count as matrices.
-        lr: of matrices. With `update="sign"` each number moves by it: about a third of AdamW's is a good start.
-        decay: of the residual; default 0.95, the paper's is 0.999.
-        topk, chunk, alpha, values, dense, process_group: as of `MomentumExchange`.
-        exchange, sync_every, state_sync_every, check_every: as of `MomentumExchange`.
-        delay, overlap, bucket_mb, residual: as of `MomentumExchange`.
+        params: parameters, named parameters or groups; `scantling.param_groups(model)` also marks embeddings. Bare
+            parameters with at least two dims and 4,096 elements are matrices.
+        lr: learning rate of matrices. With `update="sign"`, start with about a third of AdamW's.
         weight_decay: decoupled, scaled by the current lr.
-        update: what is done with the decoded momentum of matrices; of sharded ones, "muon" takes each shard for itself.
-        dense_lr: of what is no matrix, by AdamW; default `lr`. It follows the schedule of `lr`, which must not be 0;
-            changed in a group, it holds from the next step on and follows from there.
+        update: function of the decoded momentum of matrices; "muon" treats each shard of a sharded matrix separately.
+        dense_lr: learning rate of other parameters, by AdamW; default `lr`. It follows the schedule of `lr`, which must
+            not be 0. A new value in a group takes effect in the next step and follows the schedule from there.
         dense_betas, dense_eps: of AdamW.
-        compat: "paper" for the published code, step for step; its defaults are then those of the paper.
+        compat: "paper" for the published code, step for step, with the paper's defaults (decay 0.999, values fp32).
+        process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
+        {options}
 
     Attributes:
-        exchange: the `MomentumExchange`; print it to see what travels how.
+        exchange: the `MomentumExchange`; print it to see the layout of the messages.
 
-    What is an option of a parameter (`lr` to `dense_eps`, `residual`) is a group key and can be set per group.
+    Options that concern parameters (`lr` to `dense_eps`; decay, topk, chunk, values, dense, residual) are group keys
+    and can be set per group.
 
     Raises:
         UserError: a value out of range; from `step`, a closure, and replicas that differ.
@@ -115,62 +104,50 @@ class DeMo(torch.optim.Optimizer):
         params: Iterable[Any],
         lr: float,
         *,
-        decay: float | None = None,
-        topk: int = 32,
-        chunk: int = 64,
-        alpha: float = 1.0,
         weight_decay: float = 0.0,
-        values: Values | None = None,
-        dense: Values = "bf16",
-        exchange: Exchange = "auto",
         update: Update = "sign",
         dense_lr: float | None = None,
         dense_betas: tuple[float, float] = (0.9, 0.95),
         dense_eps: float = 1e-8,
-        sync_every: int = 1,
-        state_sync_every: int | None = None,
-        check_every: int | None = 100,
-        delay: int = 0,
-        overlap: bool = False,
-        bucket_mb: float = 25.0,
-        residual: Format = "fp32",
         compat: Literal["paper"] | None = None,
         process_group: Any = None,
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        preset = _PAPER if compat == "paper" else _DEFAULT
+        self._config = make_config({**PAPER_OPTIONS, **options} if compat == "paper" else options)
         defaults = {
+            **self._config.group_options,
+            **INTERNAL_DEFAULTS,
             "lr": lr,
-            "decay": preset["decay"] if decay is None else decay,
-            "topk": topk,
-            "chunk": chunk,
-            "alpha": alpha,
             "weight_decay": weight_decay,
-            "values": preset["values"] if values is None else values,
-            "dense": dense,
-            "transform": "dct",
-            "residual": residual,
             "update": update,
             "dense_lr": dense_lr,
             "dense_betas": dense_betas,
             "dense_eps": dense_eps,
             "compat": compat,
-            "role": None,
-            "matrix_dims": None,
             "steps": 0,
         }
         _check(defaults)
-        self._rounds = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
         check_given(params)
         super().__init__(params, defaults)
         self._connect(as_replica_group(process_group))
 
     def _connect(self, replicas: ReplicaGroup) -> None:
-        self.exchange = DemoMomentum(self, replicas)
+        """Make the exchange, which keeps its residuals in this optimizer's state."""
+        self._exchange = MomentumExchange.of_optimizer(
+            self.param_groups, self.state, self._config, replicas, COMPARED_KEYS
+        )
+        self._exchange.step = self.param_groups[0]["steps"]
+
+    @property
+    def exchange(self) -> MomentumExchange:
+        """The exchange, on the current groups and state: loading a state replaces these objects."""
+        self._exchange.attach(self.param_groups, self.state)
+        return self._exchange
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this process sent through its network interface in the last step, headers included."""
-        return self.exchange.wire_bytes
+        """Bytes that this process sent in the last step, headers included."""
+        return self._exchange.wire_bytes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its keys override the defaults.
@@ -183,7 +160,7 @@ class DeMo(torch.optim.Optimizer):
         _check(group)
         known = self.param_groups[0]["compat"] if self.param_groups else group["compat"]
         if group["compat"] != known:
-            raise UserError(f"compat must be the same in all groups; given {group['compat']!r} beside {known!r}")
+            raise UserError(f"compat must be the same in all groups; given {group['compat']!r} and {known!r}")
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
@@ -197,78 +174,80 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Exchange, and take the step with what came of it.
+        """Exchange momentum, and update the parameters with it.
 
-        Gradients of vectors are then what was exchanged, the same on all replicas, as `MomentumExchange.exchange`
-        leaves them: what looks at gradients to decide something, such as a `RankAdapter`, decides alike. Where nothing
-        was exchanged (`sync_every`, the first call with `delay`), every `.grad` is None.
+        Gradients of vectors are then the synchronized ones, as after `MomentumExchange.exchange`: code that decides by
+        gradients, such as a `RankAdapter`, decides the same on all replicas. Without a result (`sync_every`, the first
+        step with `delay`), every `.grad` is None.
 
         Collectives: those of `MomentumExchange.exchange`.
 
         Raises:
             UserError: a closure, which would be called after the exchange; replicas that differ.
-            NonFiniteError: the gradients of all replicas are NaN or Inf; under a GradScaler the step is left out.
-            PayloadError: what came is damaged or of another step.
+            NonFiniteError: the gradients of all replicas are NaN or Inf; under a GradScaler the step is skipped.
+            PayloadError: a message is damaged or of another step.
         """
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         for group in self.param_groups:
-            sets_dense_lr = group["dense_lr"] != group["dense_set"]
-            _check(group, sets_dense_lr=sets_dense_lr)
-            if sets_dense_lr:
+            has_new_dense_lr = group["dense_lr"] != group["dense_set"]
+            _check(group, checks_lr=has_new_dense_lr)
+            if has_new_dense_lr:
                 _set_dense_ratio(group)
-        self._reconnect()
-        self._unscale()
+        momentum = self._exchange_momentum()
+        for group in self.param_groups:
+            group["steps"] = self.exchange.step
+        if momentum is None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = None  # local to this replica: replicas that decided by it would differ
+            return None
+        start, are_matrices = 0, self.exchange.are_matrices()
+        for group in self.param_groups:
+            end = start + len(group["params"])
+            matrices: list[tuple[Tensor, Tensor]] = []
+            others: list[tuple[Tensor, Tensor]] = []
+            for param, value, is_matrix in zip(
+                group["params"], momentum[start:end], are_matrices[start:end], strict=True
+            ):
+                if param.requires_grad:
+                    (matrices if is_matrix else others).append((param, value))
+                    if param.ndim < 2:
+                        param.grad = as_gradient(value, param)
+            _step_matrices(group, matrices)
+            self._step_dense(group, others)
+            start = end
+        return None
+
+    def _exchange_momentum(self) -> list[Tensor] | None:
+        """Return the decoded momentum; None without a result, and in a step that a GradScaler skips."""
+        scale = grad_scale(self)
+        if scale is not None:
+            if self.exchange.has_open_step:
+                raise UserError(
+                    "overlap does not work with a GradScaler: gradients are sent in the backward pass, before they are "
+                    "unscaled. Use overlap=False, or bfloat16, which needs no scaler"
+                )
+            unscale_gradients((param for group in self.param_groups for param in group["params"]), scale)
         try:
-            decoded = self.exchange.decoded()
+            return self.exchange.decode_momentum()
         except NonFiniteError as error:
             if getattr(self, "found_inf", None) is None:
                 raise
-            logger.warning("%s; the step is left out, and the scaler lowers its scale", error)
-            decoded = None
-        for group in self.param_groups:
-            group["steps"] = self.exchange.step
-        if decoded is None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.grad = None  # it is of this replica alone, and what looks at it now would decide alone
+            logger.warning("%s; the step is skipped, and the scaler lowers its scale", error)
             return None
-        place, all_matrices = 0, self.exchange.are_matrices()
-        for group in self.param_groups:
-            values = decoded[place : place + len(group["params"])]
-            matrices = all_matrices[place : place + len(group["params"])]
-            place += len(group["params"])
-            triples = [
-                triple for triple in zip(group["params"], values, matrices, strict=True) if triple[0].requires_grad
-            ]
-            for param, value, _ in triples:
-                if param.ndim < 2:
-                    param.grad = as_gradient(value, param)
-            _step_matrices(group, [(param, value) for param, value, is_matrix in triples if is_matrix])
-            self._step_dense(group, [(param, value) for param, value, is_matrix in triples if not is_matrix])
-        return None
-
-    def _unscale(self) -> None:
-        """Take a GradScaler's factor out of the gradients; it leaves that to the optimizer, and the finiteness too."""
-        scale = scale_of(self)
-        if scale is not None:
-            if self.exchange.has_begun:
-                raise UserError(
-                    "overlap and a GradScaler do not go together: gradients leave in the backward pass, before the "
-                    "scale is taken out of them. Use overlap=False, or bfloat16, which needs no scaler"
-                )
-            unscale((param for group in self.param_groups for param in group["params"]), scale)
 
     def _step_dense(self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take AdamW's step with pairs of parameter and synchronized gradient."""
         pairs = [(param, value) for param, value in pairs if to_local(param).numel()]
         if not pairs:
             return
         states = [self.moments(param) for param, _ in pairs]
         parts = [to_local(param) for param, _ in pairs]
-        whole = [part.to(_dense_dtype(part)) for part in parts]  # itself where it is fp32 or fp64
+        masters = [part.to(_dense_dtype(part)) for part in parts]  # the tensor itself in fp32 and fp64
         adamw(
-            whole,
-            [value.to(part.dtype) for (_, value), part in zip(pairs, whole, strict=True)],
+            masters,
+            [value.to(part.dtype) for (_, value), part in zip(pairs, masters, strict=True)],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -281,88 +260,103 @@ class DeMo(torch.optim.Optimizer):
             eps=group["dense_eps"],
             maximize=False,
         )
-        for part, value in zip(parts, whole, strict=True):
-            if value is not part:
-                part.copy_(value)
+        for part, master in zip(parts, masters, strict=True):
+            if master is not part:
+                part.copy_(master)
+
+    def moments(self, param: Tensor) -> dict[str, Tensor]:
+        """Return AdamW's state of a parameter, zeros at first; in fp32, or in fp64 as the parameter."""
+        state: dict[str, Tensor] = self.state[param]
+        if MOMENTS[0] not in state:
+            zeros = torch.zeros_like(to_local(param), dtype=_dense_dtype(param))
+            state |= {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "step": torch.zeros((), dtype=torch.float32)}
+        return state
 
     def overlapped(self) -> AbstractContextManager[None]:
-        """Context of the last backward pass before a step, with `overlap`; see `MomentumExchange.overlapped`."""
-        self._reconnect()
+        """Return the context of the last backward pass before a step; see `MomentumExchange.overlapped`."""
         return self.exchange.overlapped()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the step needs to go on on this rank; with `delay`, what is on its way is waited for."""
-        self._reconnect()
-        self.exchange.flush()
-        found = super().state_dict()
-        for group in found["param_groups"]:
-            group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
-        return found
 
     @torch.no_grad()
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Cut the state of a parameter that keeps only some positions of one dim.
+        """Keep some indices of one dim in the state of a parameter.
 
         Args:
-            param: of this optimizer; cut before or after.
+            param: of this optimizer; sliced before or after.
             dim: of the parameter.
-            index: positions that stay, 1-D int64.
+            index: indices to keep, 1-D int64.
         """
-        self._reconnect()
         self.exchange.slice_state(param, dim, index)
         state = self.state.get(param, {})
         for key in MOMENTS[:2]:
             if key in state:
                 state[key] = state[key].index_select(dim, index)
 
-    def moments(self, param: Tensor) -> dict[str, Tensor]:
-        """AdamW's moments of a parameter, zeros where there are none yet; in fp32, in fp64 where the parameter is."""
-        state = self.state[param]
-        if MOMENTS[0] not in state:
-            like = torch.zeros_like(to_local(param), dtype=_dense_dtype(param))
-            state |= {"exp_avg": like, "exp_avg_sq": like.clone(), "step": torch.zeros((), dtype=torch.float32)}
-        found: dict[str, Tensor] = state
-        return found
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; a result that `delay` holds back is waited for."""
+        self.exchange.flush()
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank; every tensor keeps its saved dtype.
+
+        Raises:
+            UserError: the state of another optimizer, rank or world size, options that do not fit those of this one,
+                or a residual of another shape than its parameter; nothing has been loaded.
+        """
+        check_saved_keys("DeMo", state_dict, self.param_groups, [*self.defaults, "dense_ratio"])
+        pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._config)
+        replicas = self.exchange.replicas
+        own = replicas.rank, replicas.world_size
+        for group in state_dict["param_groups"]:
+            saved = group.get("replica", own[0]), group.get("replicas", own[1])
+            if replicas.is_static and saved != own:
+                raise UserError(
+                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {own[0]} of {own[1]}. Every replica "
+                    "has its own residuals: let each save and load its own file, or load the common state by "
+                    "load_shared_state_dict and what scantling.comm.merge_local_states returns. For "
+                    "torch.distributed.checkpoint use scantling.comm.rank_tensors"
+                )
+        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        self.exchange.discard_pending()
+        for group in self.param_groups:
+            for key in SAVED_RANK_KEYS:
+                group.pop(key, None)
+        self.exchange.step = self.param_groups[0]["steps"]
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this replica has for itself: its residuals, by the names of their parameters."""
-        self._reconnect()
+        """Return the state of this replica alone: its residuals, by the names of their parameters."""
         return self.exchange.local_state_dict()
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of `MomentumExchange`.
-
-        Args:
-            state_dict: of `local_state_dict` on this rank, or of `scantling.comm.merge_local_states`.
-
-        Raises:
-            UserError: another world size or rank, other parameters or shapes.
-        """
-        self._reconnect()
+        """Load what `local_state_dict` returned on this rank, or `merge_local_states`; see `MomentumExchange`."""
         self.exchange.load_local_state_dict(state_dict)
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What all replicas have alike: the groups with their options, and the moments of what is no matrix."""
-        whole = self.state_dict()
+        """Return the state that all replicas share: groups with their options, and moments of dense parameters."""
+        saved = self.state_dict()
         state = {
             key: {name: value for name, value in entries.items() if name not in KEYS}
-            for key, entries in whole["state"].items()
+            for key, entries in saved["state"].items()
         }
-        groups = [{key: value for key, value in group.items() if key not in REPLICA} for group in whole["param_groups"]]
+        groups = [
+            {key: value for key, value in group.items() if key not in SAVED_RANK_KEYS}
+            for group in saved["param_groups"]
+        ]
         return copy.deepcopy({"state": {key: entries for key, entries in state.items() if entries}, "groups": groups})
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `shared_state_dict` gave on any replica; residuals stay.
-
-        Args:
-            state_dict: of `shared_state_dict`.
+        """Load what `shared_state_dict` returned on any replica; residuals stay.
 
         Raises:
             UserError: another kind of state, or a moment of another shape than its parameter.
         """
         if not isinstance(state_dict, dict) or set(state_dict) != {"state", "groups"}:
             given = f"the keys {', '.join(map(str, state_dict))}" if isinstance(state_dict, dict) else repr(state_dict)
-            raise UserError(f"what is loaded is what shared_state_dict gave, with 'state' and 'groups'; given {given}")
+            raise UserError(f"load what shared_state_dict returned, with 'state' and 'groups'; given {given}")
         residuals = {
             param: {key: state[key] for key in KEYS if key in state} for param, state in list(self.state.items())
         }
@@ -370,66 +364,26 @@ class DeMo(torch.optim.Optimizer):
         for param, kept in residuals.items():
             self.state[param] |= kept
 
-    def _reconnect(self) -> None:
-        """The exchange works on the groups and the state of this optimizer, which loading and copying replace."""
-        self.exchange.param_groups, self.exchange.state = self.param_groups, self.state
-        if not self.exchange.has_begun:  # `overlapped` has counted the step that `step` ends
-            self.exchange.step = self.param_groups[0]["steps"]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank: every tensor keeps the dtype it was saved with.
-
-        Raises:
-            UserError: the state of another optimizer, rank or world size, options that do not go with those of this
-                one, or a residual of another shape than its parameter; nothing has been loaded.
-        """
-        keys = [*self.defaults, "dense_ratio"]
-        check_saved_keys("DeMo", state_dict, self.param_groups, keys)
-        pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
-        check_groups([{**saved, "params": group["params"]} for saved, group in pairs], self._rounds)
-        replicas = self.exchange.replicas
-        for group in state_dict["param_groups"]:
-            saved = group.get("replica", replicas.rank), group.get("replicas", replicas.world_size)
-            if replicas.is_static and saved != (replicas.rank, replicas.world_size):
-                raise UserError(
-                    f"this is the state of rank {saved[0]} of {saved[1]}, here is {replicas.rank} of "
-                    f"{replicas.world_size}. Every "
-                    "replica has residuals of its own: let each save and load a file of its own, or load what is alike "
-                    "by load_shared_state_dict and what scantling.comm.merge_local_states makes of all the rest. For "
-                    "torch.distributed.checkpoint there is scantling.comm.rank_tensors"
-                )
-        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
-        self.exchange.drop()
-        for group in self.param_groups:
-            for key in REPLICA:
-                group.pop(key, None)
-        self._reconnect()
-
     def __getstate__(self) -> dict[str, Any]:
-        self._reconnect()
         self.exchange.flush()
-        return {
-            **super().__getstate__(),
-            "_rounds": self._rounds,
-            "_had_group": self.exchange.replicas.group is not None,
-        }
+        had_group = self.exchange.replicas.group is not None
+        return {**super().__getstate__(), "_config": self._config, "_had_group": had_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         had_group = state.pop("_had_group", False)
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("dense_set", group["dense_lr"])
-        if "exchange" not in self.__dict__:  # not so when a state is loaded, which comes here too
+        if "_exchange" not in self.__dict__:  # a copy; `load_state_dict` also comes here
             self._connect(ReplicaGroup())
             if had_group:
                 logger.warning(
-                    "this DeMo exchanged over a process group of its own, which a pickle does not keep: it now "
-                    "exchanges over the default group. Make a new one with process_group= and load the state_dict of "
-                    "this one"
+                    "this DeMo exchanged over its own process group, which a pickle does not contain: it now uses the "
+                    "default group. Make a new one with process_group= and load the state_dict of this one"
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeMo:
-        """A copy between the same processes, which shares no tensor with this one."""
+        """Return a copy between the same processes, which shares no tensor with this one."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
@@ -437,12 +391,26 @@ class DeMo(torch.optim.Optimizer):
         return made
 
 
+def grad_scale(optimizer: Any) -> Tensor | None:
+    """Return the factor in the gradients within `GradScaler.step`; it leaves the unscaling to such optimizers."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return scale
+
+
+def unscale_gradients(params: Iterable[Tensor], scale: Tensor) -> None:
+    """Divide gradients by a GradScaler's factor, in place. Overflowed gradients stay Inf or NaN."""
+    gradients = [to_local(param.grad) for param in params if param.grad is not None]
+    if gradients:
+        foreach_div_(gradients, scale)
+
+
 def _dense_dtype(param: Tensor) -> torch.dtype:
-    """Of AdamW's step."""
+    """Return the dtype of AdamW's step."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Update pairs of matrix and decoded momentum (equations 6 and 7)."""
     lr = group["lr"]
     for param, value in pairs:
         part = to_local(param)
@@ -452,11 +420,11 @@ def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]
         elif group["update"] == "identity":
             part.add_(value.to(part.dtype), alpha=-lr)
         else:
-            part.add_(_orthogonalised(value, group).to(part.dtype), alpha=-lr)
+            part.add_(_orthogonalize(value, group).to(part.dtype), alpha=-lr)
 
 
-def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
-    """The orthogonal matrix nearest to each matrix, nearly, with entries of RMS 0.2 as AdamW's updates have.
+def _orthogonalize(value: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return nearly the nearest orthogonal matrix to each matrix, with entries of RMS 0.2 as AdamW's updates have.
 
     Five steps of a Newton-Schulz iteration of degree 5 (Jordan et al., Muon, 2024), scaled after Liu et al.,
     arXiv 2502.16982.
@@ -464,53 +432,53 @@ def _orthogonalised(value: Tensor, group: dict[str, Any]) -> Tensor:
     dims = tuple(range(value.ndim))
     view = group["matrix_dims"] or (default_matrix_dims(value.ndim) if value.ndim > 1 else (dims[:-1], dims[-1:]))
     rows, cols = (prod(value.shape[dim] for dim in dims) for dims in view)
-    whole = BlockGrid(tuple(value.shape), view, rows, cols)  # one block a matrix
-    x = whole.to_blocks(value)
-    tall = rows > cols
-    x = x.transpose(1, 2) if tall else x
+    grid = BlockGrid(tuple(value.shape), view, rows, cols)  # one block per matrix
+    x = grid.to_blocks(value)  # (matrices, rows, cols)
+    is_tall = rows > cols
+    x = x.transpose(1, 2) if is_tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     with without_autocast(x.device):
         for _ in range(5):
             gram = x @ x.transpose(1, 2)
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    x = (x.transpose(1, 2) if tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
-    return whole.from_blocks(x.contiguous())
+    x = (x.transpose(1, 2) if is_tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
+    return grid.from_blocks(x.contiguous())
 
 
 def _set_dense_ratio(group: dict[str, Any]) -> None:
-    """Keep `dense_lr` as a share of `lr` as it is now, so that it follows the schedule of that."""
+    """Fix the current ratio of `dense_lr` to `lr`, so that `dense_lr` follows the schedule of `lr`."""
     group["dense_ratio"] = 1.0 if group["dense_lr"] is None else group["dense_lr"] / group["lr"]
     group["dense_set"] = group["dense_lr"]
 
 
-def _check(group: dict[str, Any], *, sets_dense_lr: bool = True) -> None:
-    """Raise a UserError for a value out of range; a schedule may bring `lr` to 0 once `dense_lr` is set."""
-    check_options(group)
+def _check(group: dict[str, Any], *, checks_lr: bool = True) -> None:
+    """Raise a UserError for a value out of range; a schedule may lower `lr` to 0 once `dense_lr` is set."""
+    check_group_options(group)
     for key in ("lr", "weight_decay", "dense_eps", "dense_lr"):
         value = group[key]
         if key == "dense_lr" and value is None:
             continue
         if not is_number(value) or not 0.0 <= value < math.inf:
             raise UserError(f"{key} must be a number of at least 0; given {value!r}")
-    if sets_dense_lr and group["dense_lr"] is not None and not group["lr"]:
+    if checks_lr and group["dense_lr"] is not None and not group["lr"]:
         raise UserError("dense_lr follows the schedule of lr, which must be above 0 when it is set; given 0")
     if group["update"] not in UPDATES:
         raise UserError(f"update must be one of {', '.join(UPDATES)}; given {group['update']!r}")
     betas = group["dense_betas"]
     if group["compat"] == "paper" and group["update"] == "identity":
-        raise UserError("compat='paper' accumulates gradients times lr, and update='identity' would take lr once more")
+        raise UserError("compat='paper' accumulates gradients times lr, and update='identity' would apply lr again")
     if group["compat"] == "paper" and group["dense_lr"] is not None:
-        raise UserError("with compat='paper' all parameters go by blocks, at lr; leave dense_lr out")
-    numbers = isinstance(betas, tuple | list) and all(map(is_number, betas))
-    if not numbers or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise UserError("with compat='paper' all parameters are matrices, updated at lr; leave dense_lr out")
+    are_numbers = isinstance(betas, tuple | list) and all(map(is_number, betas))
+    if not are_numbers or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise UserError(f"dense_betas must be two numbers from 0 to below 1; given {betas!r}")
 
 
 def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str) -> None:
     shape = tuple(to_local(param).shape)
-    wanted = {"step": (), "residual_scale": (num_rows(to_local(param).numel()),)}
+    expected = {"step": (), "residual_scale": (num_rows(to_local(param).numel()),)}
     for key, value in state.items():
-        if tuple(value.shape) != wanted.get(key, shape):
+        if tuple(value.shape) != expected.get(key, shape):
             raise UserError(
                 f"the loaded {key} of {name} has the shape {tuple(value.shape)}, this process holds "
                 f"{shape} of it; load the file of this rank, saved at the same world size"

@@ -1,4 +1,4 @@
-"""DeMo's exchange behind the seam of a training loop: `MomentumExchange` over a model that is trained."""
+"""Momentum exchange in a training loop: `MomentumExchange` behind the interface `GradientExchange`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from scantling.errors import UserError
 from scantling.groups import param_groups
 
 _PENDING = "pending/"
-"""Before the names of what a delay holds back; no parameter has a slash in its name."""
+"""Prefix of the names of results that `delay` holds back; no parameter has a slash in its name."""
 
 
 def exchange_groups(model: nn.Module, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a model for an exchange with these options of `MomentumExchange`.
+    """Return the parameter groups of a model for an exchange with these options.
 
-    Rank controls of layers of cores, which are few, never travel as signs: these have one size in all gradients of a
-    row, and would not tell a `RankAdapter` how much each rank matters.
+    Rank gates of TT layers, which are few, are never sent as signs: all gradients of a row would have one magnitude,
+    which would hide from a `RankAdapter` how much each rank matters.
     """
-    groups = param_groups(model, control_lr=0.0)  # a rate, so that they have groups of their own
+    groups = param_groups(model, control_lr=0.0)  # a rate, so that they have their own groups
     for group in groups:
         if group.pop("lr", None) is not None and options.get("dense") == "sign":
             group["dense"] = "int8"
@@ -33,12 +33,12 @@ def exchange_groups(model: nn.Module, options: Mapping[str, Any]) -> list[dict[s
 
 
 class DemoExchange(GradientExchange):
-    """Local gradients go into residuals, and each `.grad` becomes the momentum that all processes decode alike.
+    """Exchange of momentum: local gradients go into residuals, and each `.grad` becomes the decoded momentum.
 
-    Buffers that are saved become their mean over the processes.
+    Saved buffers become their mean over the processes.
 
-    Clipping by the global norm is that of each process's own gradient, before it is accumulated; a momentum has no
-    scale that a threshold could be chosen for.
+    Gradients are clipped by the norm of this process's own gradient before they are accumulated: the scale of a
+    momentum says nothing about a threshold for gradients.
 
     Args:
         clip: largest norm of a process's own gradient, or None.
@@ -47,19 +47,19 @@ class DemoExchange(GradientExchange):
 
     def __init__(self, *, clip: float | None = None, **options: Any) -> None:
         if clip is not None and options.get("overlap"):
-            raise UserError("overlap sends gradients before the norm of all is known, by which they would be clipped")
+            raise UserError("overlap sends gradients before their global norm is known, by which they would be clipped")
         self.clip, self.options = clip, options
         self._inner: MomentumExchange | None = None
 
     def describe(self) -> str:
-        """The groups, and how their messages travel."""
+        """Return the layout and the strategy of the messages."""
         inner = self.inner
         return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
-        inner.announces = False  # `describe` says it
-        if self._inner is not None:  # parameters have other shapes than before, or some are gone
+        inner.announces = False  # the loop prints `describe`
+        if self._inner is not None:  # parameters have new shapes, or some are gone
             inner.transfer_state(self._inner)
         self._inner, self._model = inner, model
         return model
@@ -74,9 +74,8 @@ class DemoExchange(GradientExchange):
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         inner.exchange()
-        sent = average_buffers(self._model, inner.replicas)
-        self.wire_bytes, self.left_out = inner.wire_bytes + sent, tuple(inner.left_out)
-        self.withheld = inner.withheld
+        self.wire_bytes = inner.wire_bytes + average_buffers(self._model, inner.replicas)
+        self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
 
     @property
     def inner(self) -> MomentumExchange:
@@ -86,22 +85,21 @@ class DemoExchange(GradientExchange):
         return self._inner
 
     def metrics(self) -> dict[str, Any]:
-        """Bytes of the residuals, and how far those of the processes were apart when they were last compared."""
-        found = self.inner.replica_divergence
-        held = sum(
+        """Return the bytes of the residuals, and the divergence of the replicas once it was measured."""
+        divergence = self.inner.replica_divergence
+        num_bytes = sum(
             value.nbytes
             for state in self.inner.state.values()
             for key, value in state.items()
             if key.startswith("residual")
         )
-        return {"residual_bytes": held, **({} if found is None else {"replica_divergence": found})}
+        return {"residual_bytes": num_bytes, **({} if divergence is None else {"replica_divergence": divergence})}
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Cut the residual of a parameter that keeps only some positions of a dim."""
         self.inner.slice_state(param, dim, index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors of this process, and how many steps there were."""
+        """Return the residuals and pending results of this process, and the number of steps."""
         pending = self.inner.shared_state_dict()["pending"]
         return {
             **self.inner.local_state_dict()["residuals"],
@@ -110,9 +108,11 @@ class DemoExchange(GradientExchange):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave on this process, or the mean of what it gave on all."""
-        held = {name for name in state if name.startswith(_PENDING)}
-        residuals = {name: value for name, value in state.items() if name not in {"step"} | held}
-        pending = {name.removeprefix(_PENDING): state[name] for name in held}
+        """Load what `state_dict` returned on this process, or the mean over all processes."""
+        tensors = {name: value for name, value in state.items() if name != "step"}
+        pending = {name for name in tensors if name.startswith(_PENDING)}
+        residuals = {name: value for name, value in tensors.items() if name not in pending}
         self.inner.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
-        self.inner.load_shared_state_dict({"pending": pending, "step": state["step"]})
+        self.inner.load_shared_state_dict(
+            {"step": state["step"], "pending": {name.removeprefix(_PENDING): tensors[name] for name in pending}}
+        )

@@ -1,151 +1,118 @@
-"""MomentumExchange: replicas exchange the largest components of their momentum in place of their gradients.
+"""MomentumExchange: replicas exchange the largest components of their momentum instead of their gradients.
 
 On each of N replicas, whose gradients are never averaged (DeMo, arXiv 2411.19870, algorithm 1):
 
-    M_i  <-  decay M_i + g_i                          residual, different on each replica
-    q_i   =  quantise(top-k(DCT(M_i)))                in blocks of chunk x chunk
-    m     =  mean_i q_i                               the only thing that travels
-    M_i  <-  M_i - alpha DCT^-1(q_i)                  what was said is forgotten, what was not is kept
-    .grad =  DCT^-1(m)                                the same on all replicas
+    (1)  M_i   <-  decay M_i + g_i                  accumulate; the residual differs on each replica
+    (2)  q_i    =  quantize(top-k(DCT(M_i)))        select, in blocks of chunk x chunk
+    (3)  m      =  mean_i q_i                       exchange; nothing else is sent
+    (4)  M_i   <-  M_i - DCT^-1(q_i)                subtract what was sent, keep the rest
+    (5)  .grad  =  DCT^-1(m)                        the same on all replicas
 
-What is subtracted is what was sent, after quantisation, so that no error is lost: the mean of the residuals and what
-was applied add up to the decayed sum of all gradients. Embeddings and vectors travel densely, in few bits with the same
-error feedback (decay 1), as a synchronised gradient.
+Quantized values are subtracted, so that no error is lost: the mean of the residuals and the applied momentum add up to
+the decayed sum of all gradients. Embeddings and vectors are sent densely in few bits, with the same error feedback and
+decay 1: they are synchronized gradients.
 
-Cost: a residual of 4 bytes for each number of a parameter (1.03 in int8), but for what travels in full; `wire_bytes`
-for the network.
+Cost: a residual of 4 bytes per element (1.03 in int8) unless everything is sent exactly; `wire_bytes` for the network.
 
-With `delay=1` the result of an exchange comes at the next call, so that messages have the time of a whole step;
-residuals are as the equations say. With `overlap` what is complete leaves during the backward pass. Both go through a
-thread and a process group of their own.
+With `delay=1` the result of an exchange is used one step later, so that messages have a whole step to arrive. With
+`overlap` complete buckets are sent during the backward pass. Both use a thread and their own process group.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scantling.comm.accumulator import Accumulator, filled_up, seed_of, zeros_of
+from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.codec.message import Header
-from scantling.comm.codec.quantize import DTYPES, Values
-from scantling.comm.collectives import Outcome, Sparse, Strategy, exchange
-from scantling.comm.config import Exchange, ExchangeConfig, Group, Transform, as_groups, check_groups
-from scantling.comm.consistency import averaging_error, refuse_averaged, spread, unlike
-from scantling.comm.ddp_guard import Averaging, find_averaging, find_wrappers
-from scantling.comm.layout import (
-    Bucket,
-    Layout,
-    all_block_groups,
+from scantling.comm.codec.quantize import DTYPES
+from scantling.comm.collectives import Sparse, exchange_coefficients
+from scantling.comm.config import ExchangeConfig, ExchangeOptions, Strategy, document_options, make_config
+from scantling.comm.consistency import AveragingGuard, find_mismatch, residual_divergence
+from scantling.comm.costs import (
     describe_layout,
-    group_by_param,
-    keeps_residuals,
-    log_layout,
-    make_buckets,
-    parameter_names,
     planned_state_bytes,
     planned_wire_bytes,
-    planned_wire_bytes_a_step,
-    update_layout,
+    planned_wire_bytes_per_step,
 )
+from scantling.comm.in_flight import InFlight
+from scantling.comm.layout import Layout, keeps_residuals, log_layout, make_buckets, update_layout
 from scantling.comm.momentum_watch import MomentumWatch
-from scantling.comm.residuals import Format
-from scantling.comm.transport.background import Background
+from scantling.comm.param_groups import (
+    INTERNAL_DEFAULTS,
+    Group,
+    check_groups,
+    group_by_param,
+    make_groups,
+    parameter_names,
+)
+from scantling.comm.residuals import Residuals, check_state_keys
 from scantling.comm.transport.group import ReplicaGroup, as_replica_group
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
 logger = logging.getLogger(__name__)
 
-Found: TypeAlias = tuple[list[Outcome], list[int]]
-
 
 @dataclass(slots=True)
-class Opened:
-    """A step that has begun.
+class OpenStep:
+    """A step whose buckets are not all sent.
 
     Attributes:
-        before: the result of the exchange before, where there is a delay.
-        waiting: positions of the parameters of each bucket whose gradients have not come yet.
-        is_due: whether its messages are sent; not between exchanges, and not after one that broke.
-        next: number of the next bucket to send.
-        failure: of the exchange before, where there is a delay.
+        missing: for each bucket, indices of the parameters without a gradient so far in the backward pass.
+        is_due: True if messages are sent: not between exchanges, nor after a broken exchange.
+        previous: result of the exchange of the previous step, with `delay`.
+        failure: error of that exchange, to be raised after this step's messages are sent.
+        next_bucket: index of the next bucket to send.
     """
 
-    before: list[Tensor] | None
-    waiting: list[set[int]]
+    missing: list[set[int]]
     is_due: bool
-    next: int = 0
+    previous: list[Tensor] | None = None
     failure: NonFiniteError | None = None
+    next_bucket: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A message on its way.
-
-    Attributes:
-        bucket: what it is about.
-        step: when it was sent.
-        arrived: waits for what came of it.
-    """
-
-    bucket: Bucket
-    step: int
-    arrived: Callable[[], Found]
-
-
-class MomentumExchange(Accumulator):
+@document_options
+class MomentumExchange:
     """Turn local gradients into the same decoded momentum on all replicas; any optimizer steps with it.
 
-    Gradients must not have been averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
+    Gradients must not be averaged: no DistributedDataParallel, or every backward pass in its `no_sync()`.
 
-    With a `torch.amp.GradScaler` the order is `scaler.unscale_(optimizer)`, `exchange()`, `optimizer.step()` and
-    `scaler.update()`. Not `scaler.step(optimizer)`: it leaves out the step on a replica whose own gradients overflowed,
-    though `.grad` is sound by then and the others step, which the exchange cannot see. `DeMo` takes `scaler.step`.
+    With a `torch.amp.GradScaler`, call `scaler.unscale_(optimizer)`, `exchange()`, `optimizer.step()` and
+    `scaler.update()`. Do not call `scaler.step(optimizer)`: it skips the step on a replica whose own gradients
+    overflowed, although its `.grad` is finite after the exchange and the other replicas step. `DeMo` supports
+    `scaler.step`.
 
     Args:
-        groups: of `scantling.param_groups`, whose `role` says what travels how; or parameters, of which those of two
-            dims and more and at least 4,096 numbers count as matrices. A group may have the options below as keys.
-        decay: of the residual of matrices, each step.
-        topk: coefficients sent of a block of chunk x chunk; of a smaller block as large a share.
-        chunk: longest side of a block.
-        alpha: share of what was sent that is taken out of the residual.
-        values: format of the coefficients: fp32, bf16, int8, int4 or sign.
-        dense: format of what is no matrix.
-        transform: "dct" selects among the coefficients of the cosine transform, "none" among the numbers themselves.
-        exchange: all_gather, owner, or auto: what sends fewer bytes, see `rounds.py`; or whole: everything travels,
-            in bf16, or in fp32 where `dense` is.
-        sync_every: calls from one exchange to the next; at the others gradients go into the residuals, and no parameter
-            has a gradient left.
-        state_sync_every: exchanges after which the residuals are averaged over the replicas, which sends 8 bytes for
-            each of their numbers; None for never.
-        check_every: exchanges after which the parameters of all replicas are compared by hashes, which sends 8 bytes
-            for each parameter, and `replica_divergence` is measured; None for never.
-        delay: calls from an exchange to its result, 0 or 1. With 1 the network has the time of a whole step, and the
-            first call has no result.
-        overlap: whether what is ready leaves during the backward pass, in a context of `overlapped`.
-        bucket_mb: with overlap, MiB of parameters that share a message, at least; there are about eight at most.
-        residual: format of the residuals of matrices: "fp32", or "int8" with stochastic rounding, 1.03 bytes a number.
+        groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, of which those with at
+            least two dims and 4,096 elements are matrices. A group may override the options that concern parameters:
+            decay, topk, chunk, values, dense, residual.
         process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
+        {options}
 
     Attributes:
         param_groups: the groups, with all options.
-        state: by parameter: `residual`, and in int8 `residual_scale`; `pending`, a result that a delay holds back, once
-            it was asked for by `state_dict`.
-        wire_bytes: what this process sent in the exchange of the last result, headers included; without what compares
-            the replicas at the start, where shapes or options have changed, and after a state was loaded, 8 bytes and
-            more for each parameter.
-        left_out: ranks whose gradients were NaN or Inf in it; with overlap, in a part of it.
-        withheld: whether gradients of this process in the last call were NaN or Inf, and go into no exchange.
-        announces: True if rank 0 prints the layout at the first exchange.
-        replica_divergence: how far the residuals were apart when they were last compared, from 0 to 1.
+        residuals: the error-feedback state of all parameters.
+        state: by parameter: `residual`, with int8 `residual_scale`, and with `delay` `pending`, a result that is not
+            applied yet.
+        config: the options.
+        replicas: group of the replicas.
+        step: number of steps so far.
+        wire_bytes: bytes that this process sent in the exchange of the last result, headers included. Comparisons of
+            replicas at the start, after a change of shapes or options and after loading a state do not count; they send
+            8 bytes and more per parameter.
+        nonfinite_ranks: ranks whose gradients were NaN or Inf in that exchange; with overlap, in a part of it.
+        local_nonfinite: True if this process's gradients in the last step were NaN or Inf, and were left out.
+        announces: True if rank 0 reports the layout at the first exchange.
+        replica_divergence: relative distance between the replicas' residuals at the last comparison, from 0 to 1.
 
     Raises:
         UserError: an option out of range, or processes that hold parts of one replica; at the first exchange, replicas
@@ -156,152 +123,328 @@ class MomentumExchange(Accumulator):
         >>> loss.backward(); exchange.exchange(); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        groups: Iterable[Any],
-        *,
-        decay: float = 0.95,
-        topk: int = 32,
-        chunk: int = 64,
-        alpha: float = 1.0,
-        values: Values = "sign",
-        dense: Values = "bf16",
-        transform: Transform = "dct",
-        exchange: Exchange = "auto",
-        sync_every: int = 1,
-        state_sync_every: int | None = None,
-        check_every: int | None = 100,
-        delay: int = 0,
-        overlap: bool = False,
-        bucket_mb: float = 25.0,
-        residual: Format = "fp32",
-        process_group: Any = None,
-    ) -> None:
-        options: dict[str, Any] = {"decay": decay, "topk": topk, "chunk": chunk, "alpha": alpha, "values": values}
-        options |= {"dense": dense, "transform": transform, "residual": residual}
-        defaults = {**options, "role": None, "matrix_dims": None, "compat": None}
-        config = ExchangeConfig(exchange, sync_every, state_sync_every, check_every, delay, overlap, bucket_mb)
-        self._begin(as_groups(groups, defaults), {}, config, as_replica_group(process_group))
+    def __init__(self, groups: Iterable[Any], *, process_group: Any = None, **options: Unpack[ExchangeOptions]) -> None:
+        config = make_config(options)
+        groups = make_groups(groups, {**config.group_options, **INTERNAL_DEFAULTS})
+        self._set_up(groups, {}, config, as_replica_group(process_group))
 
-    def _begin(
-        self, groups: list[Group], state: dict[Tensor, dict[str, Any]], config: ExchangeConfig, replicas: ReplicaGroup
+    @classmethod
+    def of_optimizer(
+        cls,
+        param_groups: list[Group],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        config: ExchangeConfig,
+        replicas: ReplicaGroup,
+        compared_keys: Sequence[str],
+    ) -> MomentumExchange:
+        """Return an exchange on the groups and the state of an optimizer, which saves and loads them.
+
+        Args:
+            param_groups: groups with all options.
+            state: by parameter.
+            config: options of the exchange.
+            replicas: group of the replicas.
+            compared_keys: keys of the groups, next to those of the exchange, that replicas must share.
+        """
+        exchange = cls.__new__(cls)
+        exchange._set_up(param_groups, state, config, replicas)
+        exchange._compared_keys = tuple(compared_keys)
+        return exchange
+
+    def _set_up(
+        self,
+        param_groups: list[Group],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        config: ExchangeConfig,
+        replicas: ReplicaGroup,
     ) -> None:
-        check_groups(groups, config)
+        check_groups(param_groups, config)
         if not replicas.is_static and (config.delay or config.overlap):
             raise UserError("delay and overlap need a fixed set of replicas; leave them out with a TorchFTGroup")
-        self.param_groups, self.state, self.config, self.replicas = groups, state, config, replicas
+        self.residuals = Residuals(param_groups, state, config)
+        self.config, self.replicas = config, replicas
         self.announces = True
-        self._compared: tuple[str, ...] = ()
-        self.facts: dict[str, Any] = {}
+        self.compared_values: dict[str, Any] = {}
         self.replica_divergence: float | None = None
-        self.step = self._calls = 0
-        self.wire_bytes = 0
-        self.left_out: list[int] = []
-        self.withheld = False
-        self._has_started = False
-        self._wrappers: list[nn.Module] | None = None
-        self._known_wrappers: list[weakref.ref[nn.Module]] = []
-        self._watch: MomentumWatch | None = None
-        self.watches_optimizer = True
+        self.momentum_watch: MomentumWatch | None = None
+        self.step = 0
+        self.wire_bytes, self.nonfinite_ranks = 0, list[int]()
+        self.local_nonfinite = False
+        self._compared_keys: tuple[str, ...] = ()
+        self._steps_in_process = 0
         self._layout: Layout | None = None
-        self._opened: Opened | None = None
-        self._sent: list[Sent] = []
-        self._settled: tuple[int, list[int]] = 0, []
+        self._averaging = AveragingGuard()
+        self._open_step: OpenStep | None = None
+        self._in_flight = InFlight()
+        self._flushed: tuple[int, list[int]] = 0, []  # wire_bytes and nonfinite_ranks of a flushed result
         self._failure: NonFiniteError | None = None
-        self._line: ReplicaGroup | None = None
-        self._background: Background | None = None
         if replicas.is_static:
-            check_meshes(self._parameters(), replicas.ranks)
+            check_meshes(self.residuals.params, replicas.ranks)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.residuals.param_groups
+
+    @property
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+        return self.residuals.state
+
+    # ---- one exchange ----
 
     @torch.no_grad()
     def exchange(self) -> bool:
-        """Take each `.grad` into the residual, exchange, and put the decoded momentum in its place.
+        """Accumulate each `.grad`, exchange, and replace `.grad` by the decoded momentum.
 
-        Collectives: one all-gather, or an all-to-all and an all-gather, see `rounds.py`, for each bucket of `overlap`;
-        at the first call, whenever shapes have changed or a state was loaded, and every `check_every` exchanges two
-        more, which compare the replicas. With `delay` or `overlap` they are those of a thread, in a process group of
-        its own. Where a gradient is placed otherwise than its parameter, those of `match_placements` in `shards.py`.
+        Collectives: for each bucket one all-gather, or an all-to-all and an all-gather, see collectives.py. Two more,
+        which compare the replicas, in the first step, after a change of shapes or a loaded state, and every
+        `check_every` exchanges. With `delay` or `overlap` a thread runs them in its own process group. Gradients with
+        other placements than their parameter take those of `match_placements`.
 
         Returns:
-            Whether there is a result; where not (`sync_every`, the first call with `delay`, and over a `TorchFTGroup`
-            an exchange that broke), every `.grad` is None.
+            True if there is a result. If not (between exchanges, in the first step with `delay`, and after a broken
+            exchange over a `TorchFTGroup`), every `.grad` is None.
 
         Raises:
             UserError: replicas differ in parameters or options, or their gradients were averaged.
             NonFiniteError: the gradients of all replicas are NaN or Inf; nothing has changed but the step counter, and
-                with `overlap` what has left before. With `delay` those of the call before; this one's have left.
-            PayloadError: what came is damaged or of another step.
-            ReplicaError: parameters are not alike any more.
+                with `overlap` the buckets sent before. With `delay` the gradients are those of the previous step, and
+                this step's buckets have been sent.
+            PayloadError: a message is damaged or of another step.
+            ReplicaError: parameters differ between replicas.
         """
-        decoded = self.decoded()
+        momentum = self.decode_momentum()
         self._watch_optimizer()
-        for place, param in enumerate(self._parameters()):
+        for idx, param in enumerate(self.residuals.params):
             if param.requires_grad:
-                param.grad = None if decoded is None else as_gradient(decoded[place], param)
-        return decoded is not None
+                param.grad = None if momentum is None else as_gradient(momentum[idx], param)
+        return momentum is not None
 
-    def _watch_optimizer(self) -> None:
-        """Warn of an optimizer with a momentum of its own once it steps."""
-        if self._watch is not None:
-            if self._watch.is_done:
-                self._watch.stop()
-        elif self.watches_optimizer and self.replicas.rank == 0:
-            pairs = zip(self._parameters(), group_by_param(self.param_groups), self.are_matrices(), strict=True)
-            self._watch = MomentumWatch(
-                param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
-            )
+    def decode_momentum(self) -> list[Tensor] | None:
+        """Exchange, and return the decoded momentum of all parameters: local shards in fp32, zeros if frozen.
 
-    def decoded(self) -> list[Tensor] | None:
-        """As `exchange`, but the momentum of all parameters in fp32, of the local part of each; None without one.
-
-        What is frozen has zeros.
+        None if there is no result, see `exchange`.
         """
-        opened = self._opened or self._open()
-        self._opened = None
-        while opened.next < len(opened.waiting):
-            self._send(opened)
+        step = self._open_step or self._begin_step()
+        self._open_step = None
+        while step.next_bucket < len(step.missing):
+            self._send_bucket(step)
         if self.config.overlap:  # when the step began, there were no gradients yet
             self.check_gradients()
         if not self.replicas.should_commit():
-            self._sent = []  # and so nothing of it leaves the residuals
+            self._in_flight.clear()  # without a result, nothing is subtracted from the residuals
             return None
-        if opened.failure is not None:
-            raise opened.failure
-        return opened.before if self.config.delay else self._arrived()
+        if step.failure is not None:
+            raise step.failure
+        return step.previous if self.config.delay else self._receive()
+
+    def _send_bucket(self, step: OpenStep) -> None:
+        """Accumulate and select the next bucket (equations 1 and 2), and start its exchange (3)."""
+        layout, params, number = self._update_layout(), self.residuals.params, step.next_bucket
+        step.next_bucket += 1
+        bucket = layout.buckets[number]
+        gradients = {idx: _local_gradient(params[idx]) for idx in bucket.params}
+        valid = self._are_finite(gradients)
+        self.local_nonfinite |= not valid
+        if not step.is_due:
+            for block_group in bucket.block_groups if layout.strategy != "dense" else ():
+                self.residuals.accumulate(block_group, gradients, self.step, valid=valid)
+            if not valid and bucket.block_groups:
+                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
+            return
+        selected = [self._select(block_group, gradients, layout, valid=valid) for block_group in bucket.block_groups]
+        if valid and layout.strategy != "dense" and not all_finite(values for _, values in selected):
+            logger.warning("step %d, rank %d: a residual is NaN or Inf; reset to zero", self.step, self.replicas.rank)
+            for idx in bucket.params:
+                self.residuals.discard(params[idx])
+            valid, self.local_nonfinite = False, True
+            selected = [self._select(each, gradients, layout, valid=False) for each in bucket.block_groups]
+        configuration = (layout.configuration + number) & 0xFFFFFFFF
+        header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
+        exchange = partial(
+            exchange_coefficients,
+            strategy=layout.strategy,
+            block_groups=bucket.block_groups,
+            selected=selected,
+            header=header,
+            mean_over_senders=self.param_groups[0]["compat"] == "paper",
+        )
+        try:
+            self._in_flight.send(bucket, self.step, exchange, to_local(params[0]).device)
+        except SilentPeerError as error:
+            self.replicas.handle_error(error)
+            step.is_due = False
+
+    def _select(
+        self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None], layout: Layout, *, valid: bool
+    ) -> Sparse:
+        """Accumulate gradients and return the coefficients to send; zeros if the gradients are not valid."""
+        params, codec = self.residuals.params, block_group.spec.codec
+        if not valid:
+            zeros = block_group.zeros(to_local(params[block_group.slots[0].param]).device)
+            return (None, zeros.to(DTYPES[codec.values])) if layout.strategy == "dense" else codec.select(zeros)
+        if layout.strategy == "dense":
+            indices = [slot.param for slot in block_group.slots]
+            given = ((idx, gradients[idx]) for idx in indices)
+            dense = {idx: torch.zeros_like(to_local(params[idx])) if grad is None else grad for idx, grad in given}
+            return None, block_group.to_blocks(dense).to(DTYPES[codec.values])
+        fused = self.residuals.accumulate_and_select(block_group, gradients)
+        if fused is not None:
+            return fused
+        sums = self.residuals.accumulate(block_group, gradients, self.step)
+        return codec.select(block_group.to_blocks(sums))
+
+    def _receive(self) -> list[Tensor] | None:
+        """Wait for the exchanges in flight, decode the mean momentum (5) and subtract what was sent (4).
+
+        Pending results that were loaded or flushed are added. None if there is neither.
+        """
+        params = self.residuals.params
+        if not self._in_flight:
+            return self._take_pending()
+        received = self._in_flight.receive()
+        self.nonfinite_ranks = sorted({rank for _, (_, ranks) in received for rank in ranks})
+        self.wire_bytes += self._in_flight.wire_bytes
+        if self.nonfinite_ranks and self.replicas.rank == 0:
+            step = received[0][0].step
+            logger.warning("step %d: ranks %s have NaN or Inf gradients; left out", step, self.nonfinite_ranks)
+        is_dense = self._layout is not None and self._layout.strategy == "dense"
+        momentum: list[Tensor | None] = [None] * len(params)
+        for message, (outcomes, _) in received:
+            for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):
+                for idx, value in block_group.decode_sparse(*outcome.mean):
+                    if is_dense:
+                        value = self.residuals.update_dense_momentum(block_group, idx, value, message.step)
+                    momentum[idx] = value
+                self.residuals.subtract(block_group, outcome, message.step)
+        result, pending = _fill_zeros(momentum, params), self._take_pending()
+        if pending is None:
+            return result
+        triples = zip(result, pending, params, strict=True)
+        return [value + other if param.requires_grad else value for value, other, param in triples]
+
+    # ---- start of a step ----
+
+    def _begin_step(self) -> OpenStep:
+        """Receive the result of the previous step with `delay`, and compare replicas when due."""
+        (self.wire_bytes, self.nonfinite_ranks), self._flushed = self._flushed, (0, [])
+        self.local_nonfinite = False
+        previous, failure = self._receive_or_failure()
+        self._failure = None
+        if not self.config.delay:  # of a state that was saved with `delay`: add it to this step's result
+            self._set_pending(previous)
+            previous = None
+        if self.replicas.step is not None:
+            self.step = self.replicas.step
+        try:
+            layout = self._compare_replicas()
+        except SilentPeerError as error:
+            self.replicas.handle_error(error)
+            self._accumulate_locally()
+            return OpenStep([], is_due=False, previous=previous, failure=failure)
+        self.wire_bytes += self.replicas.wire_bytes
+        self._in_flight.start(self.replicas, in_thread=bool(self.config.delay or self.config.overlap))
+        return OpenStep(_missing(layout), self.config.is_due(self.step), previous, failure)
+
+    def _compare_replicas(self) -> Layout:
+        """Count the step, and run all collectives that come before its exchange: comparisons and averages."""
+        params = self.residuals.params
+        self._averaging.find_wrappers(self.replicas, params)
+        layout = self._update_layout()
+        self.step += 1
+        if not self.config.overlap:
+            self.check_gradients()
+        self.replicas.reset_wire_bytes()
+        if self.config.is_periodic(self.step, self.config.check_every):
+            self._check_parameters(params)
+        self._steps_in_process += 1
+        if layout.strategy != "dense" and self.config.is_periodic(self.step, self.config.state_sync_every):
+            self.residuals.average(self.replicas)
+        return layout
+
+    def _accumulate_locally(self) -> None:
+        """Accumulate the gradients of an aborted step; no communication between replicas."""
+        if self.config.exchange == "dense":
+            return
+        params = self.residuals.params
+        for bucket in make_buckets(self.param_groups, self.config):
+            gradients = {idx: _local_gradient(params[idx]) for idx in bucket.params}
+            valid = self._are_finite(gradients)
+            for block_group in bucket.block_groups:
+                if keeps_residuals(block_group, self.config):
+                    self.residuals.accumulate(block_group, gradients, self.step, valid=valid)
+
+    def check_gradients(self) -> None:
+        """Raise if gradients were averaged over the replicas. Collectives: see `AveragingGuard.check`."""
+        self._averaging.check(self.replicas, self.residuals.params, self.step)
+
+    def _check_parameters(self, params: Sequence[Tensor]) -> None:
+        """Compare the parameters of all replicas, and measure the distance of their residuals."""
+        mismatch = find_mismatch(self.replicas, params)
+        if mismatch is not None:
+            name = parameter_names(self.param_groups)[mismatch.param]
+            raise ReplicaError(
+                f"step {self.step}: {name} on rank {mismatch.rank} differs from the other ranks. Resume from the last "
+                "checkpoint"
+            )
+        residuals = (value for _, value in self.residuals.finite_items())
+        self.replica_divergence = residual_divergence(self.replicas, residuals, self.step)
+
+    def _are_finite(self, gradients: Mapping[int, Tensor | None]) -> bool:
+        """Return True if all gradients are finite, on all processes that share the parameters of this replica.
+
+        Collective: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
+        """
+        valid = all_finite(gradient for gradient in gradients.values() if gradient is not None)
+        params = self.residuals.params
+        return all_agree([params[idx] for idx in gradients], valid)
+
+    def _watch_optimizer(self) -> None:
+        """Start to watch for an optimizer with its own momentum in the first step; end once all have stepped."""
+        if self.momentum_watch is not None:
+            if self.momentum_watch.is_done:
+                self.momentum_watch.stop()
+        elif self.replicas.rank == 0:
+            pairs = zip(self.residuals.params, group_by_param(self.param_groups), self.are_matrices(), strict=True)
+            self.momentum_watch = MomentumWatch(
+                param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
+            )
+
+    # ---- overlap with the backward pass ----
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """Context of the last backward pass before `exchange`: what is ready leaves while the pass goes on.
+        """Context of the last backward pass before `exchange`, in which complete buckets are sent at once.
 
-        Without `overlap` it does nothing. Gradients must be as they are to be exchanged: no clipping by a norm of all.
+        It does nothing without `overlap`. Gradients must be ready to send: no clipping by a global norm.
 
-        After an error in it the next backward pass begins anew, unless gradients have left to other replicas: then
-        the step has to be ended as it is on them, by `exchange`, before that.
+        After an error in it, the next backward pass starts from scratch, unless gradients have been sent to other
+        replicas: then end the step by `exchange`, as the others do, before the next backward pass.
 
         Raises:
-            UserError: in the backward pass, a gradient that comes a second time after it has left.
+            UserError: in the backward pass, a second gradient for a parameter that has been sent.
         """
         if not self.config.overlap:
             yield
             return
         with torch.no_grad():
-            opened = self._opened = self._opened or self._open()
+            step = self._open_step = self._open_step or self._begin_step()
         hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._ready, place))  # type: ignore[no-untyped-call]
-            for place, param in enumerate(self._parameters())
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, idx))  # type: ignore[no-untyped-call]
+            for idx, param in enumerate(self.residuals.params)
             if param.requires_grad
         ]
         try:
             yield
         except BaseException as error:
-            if opened.next == 0:
-                opened.waiting = _waiting(self._update_layout())
-            elif self.replicas.world_size == 1:  # what has left stays in the residuals
-                self._opened, self._sent, self._failure = None, [], opened.failure
-                self._set_pending(opened.before)
+            if step.next_bucket == 0:
+                step.missing = _missing(self._update_layout())
+            elif self.replicas.world_size == 1:  # nothing has left: the gradients stay in the residuals
+                self._open_step, self._failure = None, step.failure
+                self._in_flight.clear()
+                self._set_pending(step.previous)
             else:
                 error.add_note(
-                    "gradients have left already, and the other replicas wait for the rest: end this step with "
+                    "gradients have been sent already, and the other replicas wait for the rest: end this step with "
                     "exchange(), or step() of DeMo, before the next backward pass"
                 )
             raise
@@ -309,361 +452,232 @@ class MomentumExchange(Accumulator):
             for hook in hooks:
                 hook.remove()
 
-    @torch.no_grad()
-    def transfer_state(self, other: MomentumExchange) -> None:
-        """Go on where another exchange is, over parameters some of which have other shapes or are gone.
+    def _on_gradient(self, idx: int, _: Tensor) -> None:
+        """Note that a parameter has its gradient, and send complete buckets in order."""
+        step = self._open_step
+        if step is None or not any(idx in missing for missing in step.missing[step.next_bucket :]):
+            raise UserError(
+                f"{parameter_names(self.param_groups)[idx]} got a second gradient after its first was sent: use "
+                "overlapped() only for the last backward pass before exchange(), in which each parameter gets one "
+                "gradient (with checkpointed layers: use_reentrant=False)"
+            )
+        for missing in step.missing:
+            missing.discard(idx)
+        with torch.no_grad():
+            while step.next_bucket < len(step.missing) and not step.missing[step.next_bucket]:
+                self._send_bucket(step)
 
-        What it has on its way is waited for; its thread and the process group of that are used further.
-        """
-        other.flush()
-        params = set(self._parameters())
-        self.state = {param: state for param, state in other.state.items() if param in params}
-        self.step, self._failure = other.step, other._failure
-        self._settled = other._settled
-        self._has_started, self._watch = other._has_started, other._watch
-        if other._background is not None:
-            self._line, self._background = other._line, other._background
+    @property
+    def has_open_step(self) -> bool:
+        """True if `overlapped` has begun a step that `exchange` has not ended."""
+        return self._open_step is not None
+
+    # ---- results that are not applied yet, and the state ----
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Wait for what `delay` has on its way, and keep it in the state for the next call.
+        """Wait for the result that `delay` holds back, and store it in the state for the next step.
 
-        Call it before `destroy_process_group()` too, so that no collective goes on in a group that is being destroyed.
+        Call it before `destroy_process_group()` too, so that no collective runs in a group that is being destroyed.
         """
-        if not self._sent:
+        if not self._in_flight:
             return
-        of_last = self.wire_bytes, self.left_out
-        self.wire_bytes, self.left_out = 0, []
-        found, self._failure = self._held_back()
-        self._settled = self.wire_bytes, self.left_out
-        self.wire_bytes, self.left_out = of_last
-        self._set_pending(found)
+        last = self.wire_bytes, self.nonfinite_ranks
+        self.wire_bytes, self.nonfinite_ranks = 0, []
+        result, self._failure = self._receive_or_failure()
+        self._flushed = self.wire_bytes, self.nonfinite_ranks
+        self.wire_bytes, self.nonfinite_ranks = last
+        self._set_pending(result)
 
-    def _held_back(self) -> tuple[list[Tensor] | None, NonFiniteError | None]:
-        """The result that a delay has held back; or why there is none, which is raised once this step has left."""
+    def discard_pending(self) -> None:
+        """Wait for exchanges in flight and discard them, before a state is loaded. Replicas are compared again."""
+        if self._layout is not None and self.replicas.is_static:  # else a joining replica loads alone
+            is_late = self._layout.is_late or self._steps_in_process > 0
+            self._layout = replace(self._layout, is_stale=True, is_late=is_late)
+        self._steps_in_process, self._open_step, self._failure = 0, None, None
+        self._in_flight.wait_and_discard()
+
+    def _receive_or_failure(self) -> tuple[list[Tensor] | None, NonFiniteError | None]:
         try:
-            return self._arrived(), self._failure
+            return self._receive(), self._failure
         except NonFiniteError as error:
             return None, error
 
     def _set_pending(self, result: list[Tensor] | None) -> None:
-        """Keep the result of an exchange in the state, for the next call that has one."""
-        for param, value in zip(self._parameters(), result or [], strict=False):
+        for param, value in zip(self.residuals.params, result or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
-    def drop(self) -> None:
-        """Wait for what is on its way and forget it: what is loaded is in its place. Replicas are compared again."""
-        if self._layout is not None and self.replicas.is_static:  # over a TorchFTGroup, who comes loads alone
-            self._layout = replace(self._layout, is_stale=True, is_late=self._layout.is_late or self._calls > 0)
-        self._calls, self._opened, self._failure = 0, None, None
-        sent, self._sent = self._sent, []
-        for each in sent:
-            with suppress(Exception):
-                each.arrived()
+    def _take_pending(self) -> list[Tensor] | None:
+        params = self.residuals.params
+        pending = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+        return _fill_zeros(pending, params) if any(value is not None for value in pending) else None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether `overlapped` has begun a step that no `exchange` has ended yet."""
-        return self._opened is not None
+    @torch.no_grad()
+    def transfer_state(self, other: MomentumExchange) -> None:
+        """Continue from another exchange, over parameters some of which have new shapes or are gone.
 
-    def _open(self) -> Opened:
-        """Begin a step: take in what is still on its way, and compare the replicas where it is time to."""
-        self.wire_bytes, self.left_out = self._settled
-        self._settled, self.withheld = (0, []), False
-        before, failure = self._held_back()
-        self._failure = None
-        if not self.config.delay:  # of a state that was saved with one: it comes with the result of this call
-            self._set_pending(before)
-            before = None
-        if self.replicas.step is not None:
-            self.step = self.replicas.step
-        try:
-            layout = self._begun()
-        except SilentPeerError as error:
-            self.replicas.handle_error(error)
-            self._keep_gradients()
-            return Opened(before, [], is_due=False, failure=failure)
-        self.wire_bytes += self.replicas.wire_bytes
-        if self._line is None:
-            in_thread = bool(self.config.delay or self.config.overlap) and self.replicas.world_size > 1
-            self._line = self.replicas.clone() if in_thread else self.replicas
-            self._background = Background() if in_thread else None
-        self._line.reset_wire_bytes()
-        return Opened(before, _waiting(layout), self.config.is_due(self.step), failure=failure)
-
-    def _keep_gradients(self) -> None:
-        """Take the gradients of a step that cannot begin into the residuals. No replica is spoken to."""
-        if self.config.exchange == "dense":
-            return
-        params = self._parameters()
-        for bucket in make_buckets(self.param_groups, self.config):
-            gradients = {place: _gradient(params[place]) for place in bucket.params}
-            valid = self._is_valid(gradients)
-            for block_group in bucket.block_groups:
-                if keeps_residuals(block_group, self.config):
-                    self._accumulated(block_group, gradients, valid=valid)
-
-    def _begun(self) -> Layout:
-        """The layout of a step that begins, after everything about which replicas speak before it."""
-        self._look_around()
-        layout = self._update_layout()
-        self.step += 1
-        config, params = self.config, self._parameters()
-        if not config.overlap:
-            self.check_gradients()
-        self.replicas.reset_wire_bytes()
-        if config.comes_round(self.step, config.check_every):
-            self._compare(params)
-        self._calls += 1
-        if layout.strategy != "dense" and config.comes_round(self.step, config.state_sync_every):
-            self._average()
-        return layout
-
-    def _look_around(self) -> None:
-        """Find what wraps the model, in the first step in this process. No communication."""
-        if not self._has_started:
-            self._has_started, params = True, self._parameters()
-            if self.replicas.is_static:
-                check_meshes(
-                    params, self.replicas.ranks
-                )  # again: accelerate replaces parameters of a finished optimizer
-            self._wrappers = [] if self.replicas.world_size == 1 else find_wrappers(params, self.replicas.ranks)
-
-    def check_gradients(self) -> None:
-        """Refuse gradients that were averaged.
-
-        Collective in the first step in this process: one all-gather. Over a `TorchFTGroup` in the first step of all
-        replicas, since one that comes later would be alone in it. Later steps ask the wrappers found then, without
-        communication: a loop may leave out `no_sync()` later, or evaluate before its first step.
+        Its exchanges in flight are waited for; its thread and process group are kept.
         """
-        self._look_around()
-        if self._wrappers is not None and (self.replicas.is_static or self.step == 1):
-            refuse_averaged(self.replicas, self._parameters(), self._wrappers)
-            self._known_wrappers, self._wrappers = [weakref.ref(wrapper) for wrapper in self._wrappers], None
-            return
-        wrappers = [wrapper for reference in self._known_wrappers if (wrapper := reference()) is not None]
-        averaging = [wrapper for wrapper in wrappers if find_averaging(wrapper) is Averaging.YES]
-        if averaging:
-            raise averaging_error(averaging)
+        other.flush()
+        params = set(self.residuals.params)
+        self.residuals.state = {param: state for param, state in other.state.items() if param in params}
+        self.step, self._failure, self._flushed = other.step, other._failure, other._flushed
+        self._averaging, self.momentum_watch, self._in_flight = other._averaging, other.momentum_watch, other._in_flight
 
-    def _ready(self, place: int, _: Tensor) -> None:
-        """Note that a parameter has its gradient, and send the buckets that are complete, in their order."""
-        opened = self._opened
-        if opened is None or not any(place in waiting for waiting in opened.waiting[opened.next :]):
-            name = parameter_names(self.param_groups)[place]
-            raise UserError(
-                f"{name} got a gradient after its own had left: overlapped() is for the "
-                "last backward pass before exchange() alone, in which each parameter gets its gradient once "
-                "(checkpointed layers: use_reentrant=False)"
-            )
-        for waiting in opened.waiting:
-            waiting.discard(place)
-        with torch.no_grad():
-            while opened.next < len(opened.waiting) and not opened.waiting[opened.next]:
-                self._send(opened)
+    def attach(self, param_groups: list[Group], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        """Use these groups and this state from now on."""
+        self.residuals.param_groups, self.residuals.state = param_groups, state
 
-    def _send(self, opened: Opened) -> None:
-        """Take the gradients of the next bucket into its residuals and, where it is time to, begin its exchange."""
-        layout, params, number = self._update_layout(), self._parameters(), opened.next
-        opened.next += 1
-        bucket = layout.buckets[number]
-        gradients = {place: _gradient(params[place]) for place in bucket.params}
-        valid = self._is_valid(gradients)
-        self.withheld |= not valid
-        if not bucket.block_groups:  # all of it is frozen, or empty
-            if opened.is_due:
-                self._sent.append(Sent(bucket, self.step, lambda: ([], [])))
-            return
-        selected: list[Sparse] = []
-        for block_group in bucket.block_groups:
-            if layout.strategy == "dense":
-                blocks = (
-                    block_group.to_blocks(filled_up(block_group, gradients, params))
-                    if valid
-                    else zeros_of(block_group, params)
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep some indices of one dim in the state of a parameter.
+
+        Args:
+            param: of this exchange; sliced before or after.
+            dim: of the parameter.
+            index: indices to keep, 1-D int64.
+        """
+        self.flush()
+        self.residuals.slice(param, dim, index)
+        if "pending" in self.state.get(param, {}):
+            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return the state of this replica alone: its residuals, by the names of their parameters."""
+        self.flush()
+        ranks = {"world_size": self.replicas.world_size, "rank": self.replicas.rank}
+        return {**ranks, "residuals": self.residuals.state_dict()}
+
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `local_state_dict` returned on this replica.
+
+        Args:
+            state_dict: of the same rank and world size, or of `merge_local_states`, which fits every replica. Over a
+                `TorchFTGroup`, whose ranks change, of any rank.
+
+        Raises:
+            UserError: another kind of state, world size or rank, other parameters or shapes; nothing has been loaded.
+        """
+        check_state_keys(state_dict, "local_state_dict", ("world_size", "rank", "residuals"))
+        for key, own in (("world_size", self.replicas.world_size), ("rank", self.replicas.rank)):
+            if self.replicas.is_static and state_dict[key] not in (None, own):
+                raise UserError(
+                    f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
+                    "own; for another number of replicas load what scantling.comm.merge_local_states returns"
                 )
-                selected.append((None, blocks.to(DTYPES[block_group.spec.codec.values])))
-                continue
-            if opened.is_due and valid and (at_once := self._selected_at_once(block_group, gradients)) is not None:
-                selected.append(at_once)
-                continue
-            values = self._accumulated(block_group, gradients, valid=valid)
-            if opened.is_due:
-                blocks = block_group.to_blocks(values) if valid else zeros_of(block_group, params)
-                selected.append(block_group.spec.codec.select(blocks))
-        if not opened.is_due or self._line is None:
-            if not valid:
-                logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
-            return
-        if valid and layout.strategy != "dense" and not all_finite(values for _, values in selected):
-            logger.warning("step %d, rank %d: a residual is NaN or Inf and begins anew", self.step, self.replicas.rank)
-            for place in bucket.params:
-                self.residuals.drop(params[place])
-            valid, self.withheld = False, True
-            selected = [
-                block_group.spec.codec.select(zeros_of(block_group, params)) for block_group in bucket.block_groups
-            ]
-        configuration = (layout.configuration + number) & 0xFFFFFFFF
-        header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
-        mean_over_senders = self.param_groups[0]["compat"] == "paper"
-        work = partial(
-            exchange,
-            self._line,
-            layout.strategy,
-            bucket.block_groups,
-            selected,
-            header,
-            mean_over_senders=mean_over_senders,
-        )
-        if self._background is None:
-            try:
-                found = work()
-            except SilentPeerError as error:
-                self.replicas.handle_error(error)
-                opened.is_due = False
-                return
-            self._sent.append(Sent(bucket, self.step, lambda: found))
-        else:
-            device = to_local(params[bucket.params[0]]).device
-            task = self._background.submit(work, device)
-            self._sent.append(Sent(bucket, self.step, partial(task.result, _tensors)))
+        self.residuals.check_tensors("residual", state_dict["residuals"])
+        self.discard_pending()
+        self.residuals.load_state_dict(state_dict["residuals"])
 
-    def _arrived(self) -> list[Tensor] | None:
-        """The momentum of what was sent, which residuals lose, and what was kept of it before; None without any."""
-        params = self._parameters()
-        if not self._sent:
-            return self._kept()
-        sent, self._sent = self._sent, []
-        arrived, errors = [], []
-        for each in sent:  # all of them, so that nothing is on its way any more when one raises
-            try:
-                arrived.append(each.arrived())
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        self.left_out = sorted({rank for _, ranks in arrived for rank in ranks})
-        self.wire_bytes += self._line.wire_bytes if self._line is not None else 0
-        if self.left_out and self.replicas.rank == 0:
-            logger.warning("step %d: ranks %s have NaN or Inf gradients and are left out", sent[0].step, self.left_out)
-        found: list[Tensor | None] = [None] * len(params)
-        is_whole, groups = (
-            self._layout is not None and self._layout.strategy == "dense",
-            group_by_param(self.param_groups),
-        )
-        for each, (outcomes, _) in zip(sent, arrived, strict=True):
-            for block_group, outcome in zip(each.bucket.block_groups, outcomes, strict=True):
-                for place, value in block_group.decode_sparse(*outcome.mean):
-                    if is_whole:
-                        seed = seed_of(each.step, 0, place)
-                        value = self._followed(block_group, params[place], groups[place], value, seed)
-                    found[place] = value
-                self._forget(block_group, outcome, each.step)
-        whole, kept = _filled(found, params), self._kept()
-        if kept is None:
-            return whole
-        triples = zip(whole, kept, params, strict=True)
-        return [one + other if param.requires_grad else one for one, other, param in triples]
+    def shared_state_dict(self) -> dict[str, Any]:
+        """Return the state that all replicas share: the number of steps, and with `delay` the pending result."""
+        self.flush()
+        pairs = zip(parameter_names(self.param_groups), self.residuals.params, strict=True)
+        pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
+        return {"step": self.step, "pending": {name: value for name, value in pending.items() if value is not None}}
 
-    def _kept(self) -> list[Tensor] | None:
-        """Take the result of an exchange out of the state, where there is one."""
-        params = self._parameters()
-        kept = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
-        return _filled(kept, params) if any(value is not None for value in kept) else None
+    def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `shared_state_dict` returned on any replica.
 
-    def _is_valid(self, gradients: Mapping[int, Tensor | None]) -> bool:
-        """Whether all gradients are finite, on all processes that share the parameters of this replica.
+        Without `delay`, a pending result is added to that of the next step.
 
-        Collective: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
+        Raises:
+            UserError: another kind of state, other parameters or shapes; nothing has been loaded.
         """
-        valid = all_finite(gradient for gradient in gradients.values() if gradient is not None)
-        params = self._parameters()
-        return all_agree([params[place] for place in gradients], valid)
+        check_state_keys(state_dict, "shared_state_dict", ("step",))
+        pending = state_dict.get("pending", {})
+        self.residuals.check_tensors("momentum", pending)
+        self.discard_pending()
+        self.step = int(state_dict["step"])
+        for name, param in zip(parameter_names(self.param_groups), self.residuals.params, strict=True):
+            self.state.get(param, {}).pop("pending", None)
+            if name in pending:
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states, for a replica that saves its own file."""
+        return {"local": self.local_state_dict(), "shared": self.shared_state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on this replica."""
+        check_state_keys(state_dict, "state_dict", ("local", "shared"))
+        self.load_local_state_dict(state_dict["local"])
+        self.load_shared_state_dict(state_dict["shared"])
+
+    # ---- layout and costs ----
 
     @property
     def strategy(self) -> Strategy:
-        """How bytes travel, which for "auto" depends on their number and that of the processes.
+        """Strategy of the exchange; `auto` depends on the bytes and the number of replicas.
 
-        Collectives before the first call of `exchange`: those that compare the replicas.
+        Collectives before the first step: those that compare the replicas.
         """
         return self._update_layout().strategy
 
-    def planned_wire_bytes(self, num_processes: int | None = None) -> int:
-        """Bytes that each process sends in an exchange of so many processes, headers included; no communication.
+    def are_matrices(self) -> list[bool]:
+        """Return for each parameter True if it is sent in blocks."""
+        matrices = [False] * len(self.residuals.params)
+        for block_group in self._update_layout().block_groups:
+            for slot in block_group.slots:
+                matrices[slot.param] = block_group.spec.is_matrix
+        return matrices
 
-        What is sent now and then comes on top: `check_every`, `state_sync_every`.
+    def planned_wire_bytes(self, num_processes: int | None = None) -> int:
+        """Return the bytes that each replica sends in an exchange, headers included; no communication.
+
+        Periodic collectives are not included: `check_every`, `state_sync_every`.
 
         Args:
-            num_processes: how many; those that there are unless given.
+            num_processes: number of replicas; default the current one.
         """
         return planned_wire_bytes(self.param_groups, self.config, num_processes or self.replicas.world_size)
 
     def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
-        """As `planned_wire_bytes`, in a call on average: with `sync_every`, and `state_sync_every`."""
-        return planned_wire_bytes_a_step(self.param_groups, self.config, num_processes or self.replicas.world_size)
+        """Return the mean bytes per step, with `sync_every` and `state_sync_every`; see `planned_wire_bytes`."""
+        return planned_wire_bytes_per_step(self.param_groups, self.config, num_processes or self.replicas.world_size)
 
     def planned_state_bytes(self) -> int:
-        """Bytes of the residuals once there was an exchange; no communication."""
+        """Return the bytes of the residuals after the first exchange; no communication."""
         return planned_state_bytes(self.param_groups, self.config)
 
-    def are_matrices(self) -> list[bool]:
-        """For each parameter whether it goes by blocks."""
-        found = [False] * len(self._parameters())
-        for block_group in all_block_groups(self._update_layout().buckets):
-            for slot in block_group.slots:
-                found[slot.param] = block_group.spec.is_matrix
-        return found
-
     def __str__(self) -> str:
-        """What travels how, a line each."""
         return describe_layout(self.param_groups, self.config)
 
     def _update_layout(self) -> Layout:
-        """How everything travels; compared with how it does on the other replicas where it is new."""
-        compared: dict[str, Any] = {"also": self._compared, "facts": self.facts}
-        found = update_layout(self.param_groups, self.config, self.replicas, self._layout, step=self.step, **compared)
+        """Return the current layout; a new one is compared with those of the other replicas."""
+        layout = update_layout(
+            self.param_groups,
+            self.config,
+            self.replicas,
+            self._layout,
+            step=self.step,
+            compared_keys=self._compared_keys,
+            compared_values=self.compared_values,
+        )
         if self.announces and self._layout is None and self.replicas.rank == 0:
-            log_layout(f"{self}\nexchange by {found.strategy} among {self.replicas.world_size} processes")
-        self._layout = found
-        return found
-
-    def _compare(self, params: Sequence[Tensor]) -> None:
-        """Compare the parameters of all replicas, and measure how far their residuals are apart."""
-        found = unlike(self.replicas, params)
-        if found is not None:
-            rank, place, _ = found
-            name = parameter_names(self.param_groups)[place]
-            raise ReplicaError(
-                f"step {self.step}: {name} on rank {rank} differs from the other ranks. Resume from the last checkpoint"
-            )
-        self.replica_divergence = spread(self.replicas, (value for _, value in self._all_residuals()), self.step)
+            log_layout(f"{self}\nexchange by {layout.strategy} among {self.replicas.world_size} processes")
+        self._layout = layout
+        return layout
 
 
-def _tensors(found: Found) -> Iterator[Tensor]:
-    for outcome in found[0]:
-        for part in (outcome.mean, outcome.applied, outcome.owner_error):
-            yield from (tensor for tensor in part or () if tensor is not None)
-
-
-def _waiting(layout: Layout) -> list[set[int]]:
-    """Of each bucket the positions of all its parameters."""
+def _missing(layout: Layout) -> list[set[int]]:
+    """Return the indices of all parameters of each bucket."""
     return [set(bucket.params) for bucket in layout.buckets]
 
 
-def _filled(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros where a parameter has nothing: it is frozen, empty here, or was not there yet."""
-    return [_zeros_like(param) if value is None else value for value, param in zip(found, params, strict=True)]
+def _fill_zeros(values: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros for parameters without a value, which are frozen, empty on this process, or new."""
+    return [_zeros_like(param) if value is None else value for value, param in zip(values, params, strict=True)]
 
 
 def _zeros_like(param: Tensor) -> Tensor:
-    """Zeros in fp32 like the local part of a parameter; for a frozen one, which has no step, they take no memory."""
+    """Return fp32 zeros like the local shard of a parameter; for a frozen one they take no memory."""
     part = to_local(param)
     if param.requires_grad:
         return torch.zeros_like(part, dtype=torch.float32)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def _gradient(param: Tensor) -> Tensor | None:
+def _local_gradient(param: Tensor) -> Tensor | None:
     if param.grad is None:
         return None
     if param.grad.is_sparse:

@@ -1,56 +1,80 @@
-"""Which parameter travels how, in which message: what all replicas must agree on, and what it comes to in bytes.
+"""Layout of the messages: which parameter is encoded how, and travels in which message.
 
-All parameters share one message, or, to overlap with the backward pass, runs of them from the last one on: gradients
-come in about the reverse order of the parameters.
+- A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks
+  of at most chunk x chunk. Of the coefficients of a block's cosine transform, a share of topk / chunk^2 is sent, at
+  least one: a smaller block sends less.
+- Everything else (embeddings, vectors, small parameters) is sent densely, without a transform: in rows of at most
+  `ROW` elements along the last dim, or along all dims if that one is short. Each row has its own scale.
+- With `exchange="dense"`, blocks are single elements and everything is sent.
+
+All parameters share one message. With `overlap` there are several, from the last parameters to the first: gradients
+become available in about this order.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scantling.comm.codec.block_group import MOST_NUMBERS, MOST_ON_DEVICE, BlockGroup, group_blocks, make_spec
-from scantling.comm.collectives import Strategy, cheapest_strategy, wire_bytes
-from scantling.comm.config import OPTIONS, ExchangeConfig, Group, check_groups
+from scantling.comm.codec.block_group import BlockGroup, BlockSpec, ParamSlot
+from scantling.comm.codec.blocks import BlockGrid, even_side, make_grid
+from scantling.comm.codec.topk import TopKCodec
+from scantling.comm.collectives import cheapest_strategy
+from scantling.comm.config import ExchangeConfig, ResidualFormat, Strategy
 from scantling.comm.consistency import check_alike
-from scantling.comm.residuals import Format, residual_bytes
+from scantling.comm.param_groups import (
+    COMPARED_OPTIONS,
+    Group,
+    all_parameters,
+    check_groups,
+    group_by_param,
+    parameter_names,
+)
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import to_local
+from scantling.errors import UserError
+from scantling.groups import MatrixDims, default_matrix_dims
 
 logger = logging.getLogger(__name__)
 
-MOST_BUCKETS = 8
-"""Messages of an exchange, about. Each costs rounds and hundreds of launches, and the last one, which nothing hides, is
-an eighth of all."""
+MIN_MATRIX_NUMEL = 4096
+ROW = 128
+"""Largest number of elements of a dense parameter that share a scale."""
+MAX_GROUP_NUMEL = 1 << 24
+"""Elements of a block group, which bounds temporary memory; a larger parameter has its own group."""
+MAX_GROUP_NUMEL_CUDA = 1 << 26
+"""The same on a GPU, where launches cost more than memory."""
+MAX_BUCKETS = 8
+"""Approximate number of messages with `overlap`: each costs collectives and launches, and the last is never hidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose momentum travels in one message.
+    """Parameters that share a message.
 
     Attributes:
-        params: their positions among all.
-        channels: how they travel.
+        params: their indices among all parameters.
+        block_groups: their encoding.
     """
 
     params: tuple[int, ...]
     block_groups: tuple[BlockGroup, ...]
 
 
-class Origin(NamedTuple):
-    """What a layout was made of.
+class LayoutKey(NamedTuple):
+    """Inputs of a layout, which is made again when they change.
 
     Attributes:
-        exchange: how everything travels.
-        replicas: generation of the replicas, number of its processes and rank among them.
-        shapes: of each parameter, with what tells it from others and whether it is trained.
-        options: of each group.
+        exchange: the option.
+        replicas: generation and size of the replica group, and rank.
+        shapes: identity, shape and requires_grad of each parameter.
+        options: of each parameter group.
     """
 
     exchange: str
@@ -61,23 +85,28 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How everything travels.
+    """Layout of all messages.
 
     Attributes:
-        origin: what it was made of.
-        buckets: a message each.
-        configuration: a hash of what all replicas agree on.
-        way: of the messages.
-        is_stale: whether a state was loaded since, so that replicas are compared again.
-        is_late: whether that was after the first call, when others that have loaded nothing may be exchanging.
+        key: the inputs of this layout.
+        buckets: one for each message.
+        configuration: hash of the options and shapes that all replicas must share.
+        strategy: of the messages.
+        is_stale: True if a state was loaded, so that replicas are compared again.
+        is_late: True if that was after the first step: replicas that loaded nothing may be exchanging.
     """
 
-    origin: Origin
+    key: LayoutKey
     buckets: list[Bucket]
     configuration: int
     strategy: Strategy
     is_stale: bool = False
     is_late: bool = False
+
+    @property
+    def block_groups(self) -> list[BlockGroup]:
+        """Block groups of all messages."""
+        return all_block_groups(self.buckets)
 
 
 def update_layout(
@@ -87,182 +116,191 @@ def update_layout(
     last: Layout | None,
     *,
     step: int,
-    also: Sequence[str],
-    facts: Mapping[str, Any],
+    compared_keys: Sequence[str],
+    compared_values: Mapping[str, Any],
 ) -> Layout:
-    """How parameters travel; compared with how they do on the other replicas where it is new.
+    """Return `last` if it is up to date, else a new layout, which is compared with those of the other replicas.
 
     Args:
-        groups: with all options.
-        rounds: of all of them.
-        replicas: to the other replicas.
-        last: the layout until now.
-        step: calls so far, which must be alike too.
-        also: further keys of groups that must be alike when something is new.
-        facts: what else must be then.
+        groups: parameter groups with all options.
+        config: options of the exchange.
+        replicas: group of all replicas.
+        last: the previous layout.
+        step: steps so far; compared too.
+        compared_keys: further keys of groups that replicas must share.
+        compared_values: further values that replicas must share.
 
-    Collectives: those of `check_alike` where something has changed since the last time.
+    Collectives: those of `check_alike` for a new layout.
     """
     params = all_parameters(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
-    options_of = tuple(tuple(group[option] for option in OPTIONS) for group in groups)
-    origin = Origin(config.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options_of)
-    if last is not None and last.origin == origin and not last.is_stale:
+    options = tuple(tuple(group[option] for option in COMPARED_OPTIONS) for group in groups)
+    key = LayoutKey(config.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options)
+    if last is not None and last.key == key and not last.is_stale:
         return last
     check_groups(groups, config)
-    has_changed = last is not None and (
-        last.is_late or (last.origin.shapes, last.origin.options) != (shapes, options_of)
-    )
+    has_changed = last is not None and (last.is_late or (last.key.shapes, last.key.options) != (shapes, options))
     if has_changed and replicas.world_size > 1:
         logger.warning(
-            "step %d, rank %d: options, shapes or what is frozen have changed, or a state was loaded; replicas are "
-            "compared. If nothing has changed on the others, they are exchanging now, and the run hangs or ends in an "
-            "error",
+            "step %d, rank %d: options, shapes or frozen parameters have changed, or a state was loaded; comparing "
+            "replicas. If nothing has changed on the others, they are exchanging now, and the run hangs or fails",
             *(step, replicas.rank),
         )
-    describe_layout = []
-    for param, group in zip(params, group_by_param(groups), strict=True):
-        options = {option: group[option] for option in (*OPTIONS, *also)} | asdict(config)
-        own = {"shape": tuple(param.shape), "dtype": param.dtype, "frozen": not param.requires_grad, **options}
-        describe_layout.append({**own, **facts, "calls so far": step})
+    descriptions = [
+        {
+            "shape": tuple(param.shape),
+            "dtype": param.dtype,
+            "frozen": not param.requires_grad,
+            **asdict(config),
+            **{option: group[option] for option in (*COMPARED_OPTIONS, *compared_keys)},
+            **compared_values,
+            "step": step,
+        }
+        for param, group in zip(params, group_by_param(groups), strict=True)
+    ]
     buckets = make_buckets(groups, config)
-    return Layout(
-        origin,
-        buckets,
-        check_alike(replicas, describe_layout, parameter_names(groups), params),
-        choose_strategy(groups, config, replicas.world_size),
-    )
+    configuration = check_alike(replicas, descriptions, parameter_names(groups), params)
+    return Layout(key, buckets, configuration, choose_strategy(groups, config, replicas.world_size))
 
 
 def make_buckets(groups: Sequence[Group], config: ExchangeConfig) -> list[Bucket]:
-    """The messages, in their order; it depends on shapes and options alone. What is frozen does not travel."""
-    params, each_group = all_parameters(groups), group_by_param(groups)
+    """Return the messages in order, which depends on shapes and options only. Frozen parameters are left out."""
+    params, param_groups = all_parameters(groups), group_by_param(groups)
     runs: list[list[int]] = [[]]
     size = 0
-    sizes = [param.numel() * param.element_size() for param in params]  # whole, so that all shards cut alike
-    least = max(config.bucket_mb * 2**20, sum(sizes) / MOST_BUCKETS)
-    for position in reversed([place for place, param in enumerate(params) if param.requires_grad]):
+    sizes = [param.numel() * param.element_size() for param in params]  # unsharded, so that all shards agree
+    least = max(config.bucket_mb * 2**20, sum(sizes) / MAX_BUCKETS)
+    for idx in reversed([idx for idx, param in enumerate(params) if param.requires_grad]):
         if config.overlap and size >= least:
             runs.append([])
             size = 0
-        runs[-1].append(position)
-        size += sizes[position]
-    most = MOST_ON_DEVICE if params and params[0].device.type == "cuda" else MOST_NUMBERS
-    found = []
+        runs[-1].append(idx)
+        size += sizes[idx]
+    is_cuda = bool(params) and params[0].device.type == "cuda"
+    most = MAX_GROUP_NUMEL_CUDA if is_cuda else MAX_GROUP_NUMEL
+    buckets = []
     for run in runs:
-        positions = sorted(run)
-        shapes = {position: tuple(to_local(params[position]).shape) for position in positions}
-        numels = {position: params[position].numel() for position in positions}
-        block_groups = group_blocks(shapes, numels, each_group, whole=config.exchange == "dense", most=most)
-        found.append(Bucket(tuple(positions), tuple(block_groups)))
-    return found
+        indices = sorted(run)
+        shapes = {idx: tuple(to_local(params[idx]).shape) for idx in indices}
+        numels = {idx: params[idx].numel() for idx in indices}
+        dense = config.exchange == "dense"
+        block_groups = make_block_groups(shapes, numels, param_groups, dense=dense, max_numel=most)
+        buckets.append(Bucket(tuple(indices), tuple(block_groups)))
+    return buckets
 
 
-def choose_strategy(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> Strategy:
-    """How bytes travel between so many processes."""
+def make_block_groups(
+    shapes: Mapping[int, tuple[int, ...]],
+    numels: Mapping[int, int],
+    groups: Sequence[Group],
+    *,
+    dense: bool = False,
+    max_numel: int = MAX_GROUP_NUMEL,
+) -> list[BlockGroup]:
+    """Return the block groups of parameters, in an order that depends on shapes and options only.
+
+    Args:
+        shapes: of the parameters, or of this process's shards, by index.
+        numels: elements of the unsharded parameters, by index.
+        groups: of all parameters.
+        dense: True to send everything.
+        max_numel: most elements of a block group.
+    """
+    unfinished: dict[BlockSpec, list[ParamSlot]] = {}
+    block_groups: list[BlockGroup] = []
+    for idx, shape in shapes.items():
+        spec, grid = make_spec(shape, numels[idx], groups[idx], dense=dense)
+        if not grid.count:
+            continue
+        slots = unfinished.setdefault(spec, [])
+        size = spec.height * spec.width
+        if slots and size * (grid.count + sum(slot.grid.count for slot in slots)) > max_numel:
+            block_groups.append(BlockGroup(spec, tuple(slots)))
+            slots.clear()
+        slots.append(ParamSlot(idx, grid))
+    return [*block_groups, *(BlockGroup(spec, tuple(slots)) for spec, slots in unfinished.items())]
+
+
+def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool = False) -> tuple[BlockSpec, BlockGrid]:
+    """Return the encoding of a parameter.
+
+    Args:
+        shape: of the parameter, or of this process's shard.
+        numel: elements of the unsharded parameter; small ones are not matrices.
+        group: its parameter group.
+        dense: True to send everything.
+    """
+    chunk, topk = group["chunk"], group["topk"]
+    is_paper = group["compat"] == "paper"
+    is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
+    if dense:
+        codec = TopKCodec(1, 1, "fp32" if group["dense"] == "fp32" else "bf16")
+        grid = BlockGrid(shape, ((), tuple(range(len(shape)))), 1, 1)
+        return BlockSpec(codec, 1, 1, is_matrix, False, group["decay"] if is_matrix else 1.0), grid
+    if is_matrix:
+        rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _last_dim(shape))
+        view: MatrixDims = tuple(rows), tuple(cols)  # hashable, although a user may give lists
+        dims = [*rows, *cols]
+        if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))) or (len(shape) > 1 and not view[1]):
+            raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
+        grid = make_grid(shape, view, chunk, divide=is_paper)
+        size = grid.height * grid.width
+        k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
+        codec = TopKCodec(size, k, group["values"])
+        return BlockSpec(codec, grid.height, grid.width, True, group["transform"] == "dct", group["decay"]), grid
+    view = _last_dim(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
+    grid = BlockGrid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
+    codec = TopKCodec(grid.width, grid.width, group["dense"])
+    return BlockSpec(codec, grid.height, grid.width, False, False, 1.0), grid
+
+
+def is_block_matrix(shape: tuple[int, ...], numel: int, role: str | None) -> bool:
+    """Return True if a parameter's momentum is sent in blocks; others are sent densely, as gradients."""
+    return role in (None, "matrix") and len(shape) >= 2 and numel >= MIN_MATRIX_NUMEL
+
+
+def choose_strategy(groups: Sequence[Group], config: ExchangeConfig, world_size: int) -> Strategy:
+    """Return the strategy of an exchange among this many replicas."""
     if config.exchange != "auto":
         return config.exchange
     if groups[0]["compat"] == "paper":
         return "all_gather"
-    return cheapest_strategy(all_block_groups(make_buckets(groups, config)), num_processes)
+    return cheapest_strategy(all_block_groups(make_buckets(groups, config)), world_size)
 
 
 def keeps_residuals(block_group: BlockGroup, config: ExchangeConfig) -> bool:
-    """Whether the members of a channel have residuals: not where everything is sent in full at every call.
+    """Return True if the parameters of a block group have residuals; not if everything is sent exactly in every step.
 
-    Where everything travels, it is the momentum of matrices, alike on all replicas, that is kept in their place.
+    A dense exchange keeps the momentum of matrices as residuals; it is the same on all replicas.
     """
     if config.exchange == "dense":
         return block_group.spec.is_matrix and 0.0 < block_group.spec.decay < 1.0
     return not (block_group.spec.is_exact and config.sync_every == 1)
 
 
-def residual_format(param: Tensor, group: Group) -> Format:
-    """How the residual of a parameter is kept: of what travels densely, the residual is below the steps of few bits."""
-    form: Format = group["residual"]
+def residual_format(param: Tensor, group: Group) -> ResidualFormat:
+    """Return the format of a parameter's residual: always fp32 if it is sent densely, where residuals are tiny."""
+    form: ResidualFormat = group["residual"]
     if form == "fp32":
         return form
     spec, _ = make_spec(tuple(to_local(param).shape), param.numel(), group)
     return form if spec.is_matrix else "fp32"
 
 
-def planned_wire_bytes(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> int:
-    """Bytes that each process sends in an exchange, headers included."""
-    strategy = choose_strategy(groups, config, num_processes)
-    return sum(wire_bytes(bucket.block_groups, num_processes, strategy) for bucket in make_buckets(groups, config))
-
-
-def planned_wire_bytes_a_step(groups: Sequence[Group], config: ExchangeConfig, num_processes: int) -> float:
-    """Bytes that each process sends in a call on average: with what is averaged now and then, without comparisons."""
-    sent = float(planned_wire_bytes(groups, config, num_processes))
-    if config.state_sync_every is not None and config.exchange != "dense" and num_processes > 1:
-        params = all_parameters(groups)
-        numbers = sum(
-            to_local(params[slot.param]).numel()
-            for block_group in all_block_groups(make_buckets(groups, config))
-            if keeps_residuals(block_group, config)
-            for slot in block_group.slots
-        )
-        sent += 2 * (num_processes - 1) / num_processes * 4 * numbers / config.state_sync_every
-    return sent / config.sync_every
-
-
-def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
-    """Bytes of the residuals once there was an exchange."""
-    params, each_group = all_parameters(groups), group_by_param(groups)
-    return sum(
-        residual_bytes(to_local(param).numel(), residual_format(param, group))
-        for block_group in all_block_groups(make_buckets(groups, config))
-        if keeps_residuals(block_group, config)
-        for param, group in ((params[slot.param], each_group[slot.param]) for slot in block_group.slots)
-    )
-
-
-def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
-    """What travels how, a line each."""
-    lines = []
-    params = all_parameters(groups)
-    for block_group in all_block_groups(make_buckets(groups, config)):
-        spec, codec = block_group.spec, block_group.spec.codec
-        numbers = sum(to_local(params[slot.param]).numel() for slot in block_group.slots)
-        what = f"{codec.kept} of {spec.height} x {spec.width}" if spec.is_matrix else f"rows of {spec.width}"
-        if config.exchange == "dense":
-            what = "all of a matrix" if spec.is_matrix else "all"
-        lines.append(
-            f"{len(block_group.slots):4} tensors, {numbers:>12,} numbers: {what}, {codec.values}, "
-            f"{block_group.num_bytes:,} bytes"
-        )
-    return "\n".join(lines)
+def all_block_groups(buckets: Sequence[Bucket]) -> list[BlockGroup]:
+    """Return the block groups of all messages."""
+    return [block_group for bucket in buckets for block_group in bucket.block_groups]
 
 
 def log_layout(text: str) -> None:
-    """Say what travels how when a run begins: by logging, or on stderr where that would not show it."""
+    """Report the layout at the start of a run: by logging, or on stderr if logging would not show it."""
     if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     else:
         print(text, file=sys.stderr)
 
 
-def all_block_groups(buckets: Sequence[Bucket]) -> list[BlockGroup]:
-    """The channels of all messages."""
-    return [block_group for bucket in buckets for block_group in bucket.block_groups]
-
-
-def all_parameters(groups: Sequence[Group]) -> list[Tensor]:
-    """All parameters, in their order."""
-    return [param for group in groups for param in group["params"]]
-
-
-def group_by_param(groups: Sequence[Group]) -> list[Group]:
-    """The group of each parameter."""
-    return [group for group in groups for _ in group["params"]]
-
-
-def parameter_names(groups: Sequence[Group]) -> list[str]:
-    """The names of all parameters, each one once: with their group where two have one name, or their places."""
-    pairs: list[tuple[int, str]] = []
-    for number, group in enumerate(groups):
-        given = group.get("param_names") or [f"group {number}, parameter {k}" for k in range(len(group["params"]))]
-        pairs += [(number, name) for name in given]
-    times = Counter(name for _, name in pairs)
-    return [name if times[name] == 1 else f"group {number}, {name}" for number, name in pairs]
+def _last_dim(shape: tuple[int, ...]) -> MatrixDims:
+    """Return the view with the last dim as columns and the others as rows."""
+    dims = tuple(range(len(shape)))
+    return dims[:-1], dims[-1:]

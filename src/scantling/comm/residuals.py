@@ -1,102 +1,336 @@
-"""What a replica has accumulated and not said yet, one number for each of a parameter, in fp32 or in int8.
+"""Error-feedback state of all parameters: the part of the momentum of a replica that it has not sent yet.
 
-In int8 it takes 1.03 bytes a number in place of 4: rows of `ROW` numbers have one scale, their largest magnitude m, and
+    accumulate    M <- decay M + g               before an exchange
+    subtract      M <- M - DCT^-1(q)             after it, for the coefficients q that are part of the mean
+
+A residual takes 4 bytes per element in fp32, and 1.03 in int8: rows of `ROW` elements share a scale, their largest
+magnitude m, and
 
     code = floor(127 v / m + noise),  noise uniform in [0, 1)
 
-is right on average, so that what is too small for the steps of its row is kept too. A row's largest number keeps its
-code, so that codes come back to the bit from what they stand for.
+is unbiased, so that values below the step of their row are kept on average. The largest element of a row keeps its
+code, so that decoded values encode to the same codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Format: TypeAlias = Literal["fp32", "int8"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+from scantling.comm.codec import triton
+from scantling.comm.codec.block_group import BlockGroup
+from scantling.comm.collectives import Outcome, Sparse
+from scantling.comm.config import ExchangeConfig, ResidualFormat
+from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets, residual_format
+from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names
+from scantling.comm.transport.group import ReplicaGroup
+from scantling.comm.transport.shards import all_finite, to_local
+from scantling.errors import UserError
+from scantling.numerics.block_quantizer import BlockQuantizer, join_blocks, split_blocks
+
 KEYS = ("residual", "residual_scale")
+"""Keys of a parameter's state."""
 ROW = 128
-"""Numbers that have one scale."""
+"""Elements that share a scale in int8."""
+INT8 = BlockQuantizer(8)
+MAX_AVERAGED_NUMEL = 1 << 24
+"""Elements of the residuals that are averaged in one collective; a larger parameter has its own."""
 
 
 class Residuals:
-    """The residuals in the state of an optimizer or an exchange.
+    """Residuals of all parameters, kept in the state of an optimizer or an exchange.
 
     Args:
-        state: by parameter; entries of `KEYS` are read and written.
+        param_groups: groups with all options.
+        state: by parameter; the entries `KEYS` are read and written.
+        config: options of the exchange.
     """
 
-    def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-        self.state = state
+    def __init__(
+        self, param_groups: list[Group], state: MutableMapping[Tensor, dict[str, Any]], config: ExchangeConfig
+    ) -> None:
+        self.param_groups, self.state, self.config = param_groups, state, config
+
+    @property
+    def params(self) -> list[Tensor]:
+        return all_parameters(self.param_groups)
 
     def __contains__(self, param: Tensor) -> bool:
         return "residual" in self.state.get(param, {})
 
-    def read(self, param: Tensor, like: Tensor) -> Tensor:
-        """What is there, in fp32, zeros where nothing is; the stored tensor itself where it is in fp32.
-
-        Args:
-            param: whose residual.
-            like: a tensor of its shape and device.
-        """
+    def read(self, param: Tensor) -> Tensor:
+        """Return the residual of a parameter in fp32: the stored tensor itself if it is fp32, or zeros if none is."""
         if param not in self:
-            return torch.zeros_like(like, dtype=torch.float32)
+            return torch.zeros_like(to_local(param), dtype=torch.float32)
         state = self.state[param]
         residual: Tensor = state["residual"]
-        return residual if residual.dtype == torch.float32 else _decoded(residual, state["residual_scale"])
+        return residual if residual.dtype == torch.float32 else decode_int8(residual, state["residual_scale"])
 
-    def write(self, param: Tensor, value: Tensor, form: Format, seed: int | None = None) -> None:
-        """Keep a value.
+    def write(self, param: Tensor, value: Tensor, form: ResidualFormat, seed: int | None = None) -> None:
+        """Store a residual.
 
         Args:
-            param: whose residual.
-            value: in fp32; kept as it is where the format is fp32.
+            param: the parameter.
+            value: fp32; stored itself if the format is fp32.
             form: the format.
-            seed: of the noise of int8; None rounds to the nearest, which gives back the codes of what was read.
+            seed: of the noise of int8; None rounds to nearest, which gives back the codes of a value that was read.
         """
         state = self.state.setdefault(param, {})
         if form == "fp32":
             state["residual"] = value
             state.pop("residual_scale", None)
         else:
-            state["residual"], state["residual_scale"] = _encoded(value, seed)
+            state["residual"], state["residual_scale"] = encode_int8(value, seed)
 
-    def drop(self, param: Tensor) -> None:
-        """Forget all of a parameter's."""
+    def discard(self, param: Tensor) -> None:
+        """Remove the residual of a parameter."""
         for key in KEYS:
             self.state.get(param, {}).pop(key, None)
 
+    def accumulate(
+        self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None], step: int, *, valid: bool = True
+    ) -> dict[int, Tensor]:
+        """Add gradients to residuals, and return the sums in fp32 by parameter index.
 
-def residual_bytes(numel: int, form: Format) -> int:
-    """Bytes of the residual of so many numbers."""
+        Args:
+            block_group: its parameters are updated.
+            gradients: by parameter index; None counts as zero.
+            step: seed of stochastic rounding.
+            valid: False to leave out the gradients, which are NaN or Inf.
+        """
+        sums: dict[int, Tensor] = {}
+        params, groups, decay = self.params, group_by_param(self.param_groups), block_group.spec.decay
+        for slot in block_group.slots:
+            param, group, gradient = params[slot.param], groups[slot.param], gradients[slot.param]
+            if not keeps_residuals(block_group, self.config):
+                sums[slot.param] = torch.zeros_like(to_local(param)) if gradient is None else gradient
+                continue
+            residual = sums[slot.param] = self.read(param)
+            if not valid:
+                continue
+            lr = float(group["lr"]) if group["compat"] == "paper" else 1.0  # the published code accumulates lr g
+            if gradient is None:
+                residual.mul_(decay)
+            elif lr == 1.0:
+                torch.add(gradient, residual, alpha=decay, out=residual)
+            else:
+                residual.mul_(decay).add_(gradient, alpha=lr)
+            self._write(slot.param, residual, rounding_seed(step, 0, slot.param))
+        return sums
+
+    def accumulate_and_select(self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
+        """Accumulate and select coefficients in one kernel; None if there is no kernel for this case."""
+        indices = [slot.param for slot in block_group.slots]
+        params, groups = self.params, group_by_param(self.param_groups)
+        if to_local(params[indices[0]]).device.type not in triton.DEVICES:
+            return None
+        if not keeps_residuals(block_group, self.config) or any(
+            groups[idx]["compat"] == "paper" or groups[idx]["residual"] != "fp32" for idx in indices
+        ):
+            return None
+        residuals = [self.read(params[idx]) for idx in indices]
+        given = [gradient for idx in indices if (gradient := gradients[idx]) is not None]
+        if len(given) < len(indices) or not triton.can_select(block_group, residuals, given):
+            return None
+        selected = triton.select(block_group, residuals, given)
+        for idx, residual in zip(indices, residuals, strict=True):
+            self._write(idx, residual)
+        return selected
+
+    def subtract(self, block_group: BlockGroup, outcome: Outcome, step: int) -> None:
+        """Subtract the coefficients that were applied, and add the rounding error of a mean that this replica owns.
+
+        Args:
+            block_group: its parameters are updated.
+            outcome: of its exchange.
+            step: seed of stochastic rounding.
+        """
+        if not keeps_residuals(block_group, self.config):
+            return
+        params = self.params
+        changed: dict[int, Tensor] = {}
+
+        def read(idx: int) -> Tensor:
+            if idx not in changed:
+                changed[idx] = self.read(params[idx])
+            return changed[idx]
+
+        for coefficients, sign in ((outcome.applied, -1.0), (outcome.owner_error, 1.0)):
+            if coefficients is not None:
+                block_group.add_sparse(*coefficients, sign, to=read)
+        for idx, residual in changed.items():
+            self._write(idx, residual, rounding_seed(step, 1, idx))
+
+    def update_dense_momentum(self, block_group: BlockGroup, idx: int, mean: Tensor, step: int) -> Tensor:
+        """Add the mean gradient of a dense exchange to a parameter's momentum, and return its update.
+
+        M <- decay M + mean, and the update is (1 - decay) M: in total, each gradient is applied once, as it is with
+        selection. The update of a parameter that is not a matrix is the mean; a residual that was loaded is applied.
+        """
+        param, decay = self.params[idx], block_group.spec.decay
+        momentum = self.read(param)
+        if not keeps_residuals(block_group, self.config):
+            self.discard(param)
+            return momentum.add_(mean)
+        torch.add(mean.float(), momentum, alpha=decay, out=momentum)
+        self._write(idx, momentum, rounding_seed(step, 0, idx))
+        return momentum * (1.0 - decay)
+
+    def average(self, replicas: ReplicaGroup) -> None:
+        """Replace all residuals by their mean over the replicas. Collectives: all-reduces of up to 64 MiB."""
+        batch: list[tuple[int, Tensor]] = []
+        for idx, residual in self.finite_items():
+            if batch and sum(each.numel() for _, each in batch) + residual.numel() > MAX_AVERAGED_NUMEL:
+                self._average_batch(replicas, batch)
+                batch = []
+            batch.append((idx, residual))
+        self._average_batch(replicas, batch)
+
+    def _average_batch(self, replicas: ReplicaGroup, batch: Sequence[tuple[int, Tensor]]) -> None:
+        if not batch:
+            return
+        mean = replicas.all_reduce_mean(torch.cat([residual.flatten() for _, residual in batch]))
+        parts = torch.split(mean, [residual.numel() for _, residual in batch])
+        for (idx, residual), part in zip(batch, parts, strict=True):
+            self._write(idx, part.view_as(residual).clone())
+
+    def finite_items(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (parameter index, residual) in an order common to all replicas; zeros if absent or not finite here."""
+        params = self.params
+        for block_group in all_block_groups(make_buckets(self.param_groups, self.config)):
+            if keeps_residuals(block_group, self.config):
+                for slot in block_group.slots:
+                    residual = self.read(params[slot.param])
+                    yield slot.param, residual if all_finite([residual]) else torch.zeros_like(residual)
+
+    def slice(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep some indices, 1-D int64, of one dim of a parameter's residual."""
+        if param in self:
+            idx = next(idx for idx, each in enumerate(self.params) if each is param)
+            self._write(idx, self.read(param).index_select(dim, index))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the residuals in fp32, by the names of their parameters."""
+        pairs = zip(parameter_names(self.param_groups), self.params, strict=True)
+        return {name: self.read(param).clone() for name, param in pairs if param in self}
+
+    def load_state_dict(self, residuals: Mapping[str, Tensor]) -> None:
+        """Load residuals; parameters without one lose theirs.
+
+        Raises:
+            UserError: other parameters or shapes; nothing has been loaded.
+        """
+        self.check_tensors("residual", residuals)
+        for idx, (name, param) in enumerate(zip(parameter_names(self.param_groups), self.params, strict=True)):
+            if name in residuals:
+                device = to_local(param).device
+                self._write(idx, residuals[name].to(device=device, dtype=torch.float32, copy=True))
+            else:
+                self.discard(param)
+
+    def check_tensors(self, kind: str, tensors: Any) -> None:
+        """Raise a UserError unless these are tensors by name, each of the shape of its parameter.
+
+        Args:
+            kind: noun for the message.
+            tensors: to be loaded.
+        """
+        if not isinstance(tensors, Mapping):
+            raise UserError(f"each {kind} is given by the name of its parameter; given {tensors!r}")
+        params = dict(zip(parameter_names(self.param_groups), self.params, strict=True))
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise UserError(f"the {kind} of {name} must be a tensor; given {tensor!r}")
+            shape = tuple(to_local(params[name]).shape) if name in params else None
+            if tuple(tensor.shape) != shape:
+                raise UserError(
+                    f"the {kind} of {name} has the shape {tuple(tensor.shape)}, "
+                    + ("but there is no such parameter" if shape is None else f"but the parameter's is {shape}")
+                )
+
+    def _write(self, idx: int, value: Tensor, seed: int | None = None) -> None:
+        param, group = self.params[idx], group_by_param(self.param_groups)[idx]
+        self.write(param, value, residual_format(param, group), seed)
+
+
+def rounding_seed(step: int, turn: int, idx: int) -> int:
+    """Return the seed of one stochastic rounding: before (turn 0) or after (turn 1) the exchange of a step."""
+    return ((2 * step + turn) << 24) + idx
+
+
+def residual_bytes(numel: int, form: ResidualFormat) -> int:
+    """Return the bytes of a residual."""
     return 4 * numel if form == "fp32" else numel + 4 * num_rows(numel)
 
 
 def num_rows(numel: int) -> int:
-    """Scales that so many numbers have in int8."""
+    """Return the number of scales in int8."""
     return -(-numel // ROW)
 
 
-def _encoded(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
-    rows = num_rows(value.numel())
-    flat = torch.nn.functional.pad(value.flatten(), (0, rows * ROW - value.numel())).view(rows, ROW)
-    scale = flat.abs().amax(1)
-    steps = flat / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 127
-    if seed is None:
-        codes = steps.round()
-    else:
+def mean_of_tensors(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of tensors by name; a missing tensor counts as zeros.
+
+    Raises:
+        UserError: tensors of one name differ in shape.
+    """
+    means: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        tensors = [state[name] for state in states if name in state]
+        if len({each.shape for each in tensors}) > 1:
+            raise UserError(f"the states of the replicas differ in the shape of {name}: they are of different models")
+        means[name] = torch.stack(tensors).sum(0) / len(states)
+    return means
+
+
+def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Return int8 codes of the shape of `value`, and the scale of each row of `ROW` elements."""
+    rows = split_blocks(value.flatten(), ROW)  # (rows, ROW)
+    scale = rows.abs().amax(1)
+    noise = None
+    if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)
-        codes = (steps + torch.rand(steps.shape, generator=generator, device=value.device)).floor()
-    codes = codes.clamp(-127, 127).to(torch.int8).flatten()[: value.numel()]
-    return codes.view(value.shape).clone(), scale
+        noise = torch.rand(rows.shape, generator=generator, device=value.device)
+    codes = INT8.encode(rows, scale, noise).to(torch.int8)
+    return join_blocks(codes, value.numel()).view(value.shape).clone(), scale
 
 
-def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    rows = len(scale)
-    flat = torch.nn.functional.pad(codes.flatten(), (0, rows * ROW - codes.numel())).view(rows, ROW)
-    values = (flat / 127) * scale[:, None]
-    return values.flatten()[: codes.numel()].view(codes.shape)
+def decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the fp32 values of codes and scales."""
+    values = INT8.decode(split_blocks(codes.flatten(), ROW), scale)
+    return join_blocks(values, codes.numel()).view(codes.shape)
+
+
+def merge_local_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the local state with which every replica of a new number of replicas starts: the mean of all residuals.
+
+    The mean over the replicas, which later exchanges apply, stays the same. A replica without a residual, such as one
+    whose gradients were never finite, counts as zeros.
+
+    Args:
+        states: of `local_state_dict`, one of every replica.
+
+    Returns:
+        A state for `load_local_state_dict` on any rank of any number of replicas.
+
+    Raises:
+        UserError: a missing or repeated rank, or residuals of different shapes.
+    """
+    for state in states:
+        check_state_keys(state, "local_state_dict", ("world_size", "rank", "residuals"))
+    ranks = sorted(state["rank"] for state in states)
+    if not states or ranks != list(range(states[0]["world_size"])):
+        raise UserError(f"merge_local_states needs one state of every replica; given those of ranks {ranks}")
+    residuals = mean_of_tensors([state["residuals"] for state in states])
+    return {"world_size": None, "rank": None, "residuals": residuals}
+
+
+def check_state_keys(state: Any, method: str, keys: Sequence[str]) -> None:
+    """Raise a UserError if a state that is to be loaded lacks keys, since another method returned it."""
+    missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+    if missing:
+        given = f"the keys {', '.join(map(str, state))}" if isinstance(state, Mapping) else repr(state)
+        raise UserError(f"load what {method} of an exchange returned, which has {missing[0]!r}; given {given}")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.laws.inputs import UNQUANTIZED_SCHEMES, Values, check_counts
 from scantling.laws.law import ChinchillaLaw, Law, Published
 
@@ -158,7 +158,7 @@ class EfficiencyLaw(Law):
         variables = super().parse_variables(given)
         known = {*self.eff_N, *UNQUANTIZED_SCHEMES}
         if (scheme := variables["scheme"]) not in known:
-            raise UserError(hinted(f"no scheme '{scheme}'; there are {', '.join(sorted(known))}", scheme, known))
+            raise UserError(with_hint(f"no scheme '{scheme}'; there are {', '.join(sorted(known))}", scheme, known))
         return variables
 
 

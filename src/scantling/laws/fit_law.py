@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.laws.fitting import Problem, solve
 from scantling.laws.inputs import FULL_PRECISION
 from scantling.laws.result import Fit
@@ -154,7 +154,7 @@ def _check_constant_names(law_class: type[Law], table: Runs, option: str, given:
     for name in given:
         if name not in names:
             text = f"{option} names '{name}'; the {law_class.name} law of these runs has {', '.join(names)}"
-            raise UserError(hinted(text, name, names))
+            raise UserError(with_hint(text, name, names))
 
 
 def _checked_fixed(law_class: type[Law], table: Runs, fixed: Mapping[str, float]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.laws.fit_law import fit_law
 from scantling.laws.inputs import Values, check_bits, check_counts, float_or_array
 from scantling.laws.optimum import Optimum, Speed, find_optimum
@@ -162,7 +162,7 @@ class Law(ABC):
         if name not in cls.PUBLISHED:
             allowed = ", ".join(cls.PUBLISHED)
             text = f"{cls.__name__} has no published constants '{name}'; there are {allowed}"
-            raise UserError(hinted(text, name, cls.PUBLISHED))
+            raise UserError(with_hint(text, name, cls.PUBLISHED))
         return cls.PUBLISHED[name]
 
     @classmethod

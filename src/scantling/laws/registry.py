@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.laws.efficiency import EfficiencyLaw
 from scantling.laws.fit_law import fit_law
 from scantling.laws.law import ChinchillaLaw, Law
@@ -32,7 +32,7 @@ def find_law(name: str | type[Law]) -> type[Law]:
             raise UserError(f"a custom law is a subclass of Law with a name; given {name.__name__}")
         return name
     if not isinstance(name, str) or name not in _LAWS:
-        raise UserError(hinted(f"no law '{name}'; there are {', '.join(names())}", name, _LAWS))
+        raise UserError(with_hint(f"no law '{name}'; there are {', '.join(names())}", name, _LAWS))
     return _LAWS[name]
 
 

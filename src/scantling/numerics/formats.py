@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 
 FEWEST_BITS, MOST_BITS = 2, 16
 _ALIASES = {"bf16": "fp16_e8m7", "fp16": "fp16_e5m10"}
@@ -141,4 +141,4 @@ def parse_format(name: str) -> Format:
             raise UserError(f"floats have 1 to 8 bits of exponent and up to 10 of mantissa; given {name!r}")
         return FloatFormat(exponent, mantissa)
     text = f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
-    raise UserError(hinted(text, name.lower(), _KNOWN))
+    raise UserError(with_hint(text, name.lower(), _KNOWN))

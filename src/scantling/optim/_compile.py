@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scantling.errors import first_line
-from scantling.files import cache_root, sync
+from scantling.files import cache_root, fsync
 
 logger = logging.getLogger(__name__)
 
@@ -166,11 +166,11 @@ def _compile_into(folder: Path, key: str, source: Path, compiler: str, flags: Se
     try:
         library = _compile(temporary, source, compiler, flags)
         library.chmod(0o700)
-        sync(library)
+        fsync(library)
         with open(library, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.replace(library, folder / f"{key}.{digest}.so")
-        sync(folder)
+        fsync(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -47,6 +47,8 @@ import torch
 from torch import Tensor
 
 from scantling.groups import MatrixDims
+from scantling.numerics.bits import pack_nibbles, unpack_nibbles
+from scantling.numerics.block_quantizer import BlockQuantizer, join_blocks, split_blocks
 
 Momentum: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
 MOMENTA: tuple[Momentum, ...] = ("fp32", "bf16", "int8", "int4")
@@ -56,6 +58,7 @@ ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "compensated")
 _BLOCKS = {"int8": 128, "int4": 64}
 _TINY = 2.0**-24
 """Smallest positive fp16 number: the scale of a block of zeros, to avoid 0 / 0."""
+_INT4 = BlockQuantizer(4, smallest_scale=_TINY)
 _SHORT_BIAS = 8 * (127 - 16)
 """A scale of one byte is the upper 12 bits of an fp32 number minus this."""
 _MIN_ROW = 16
@@ -150,24 +153,21 @@ def encode(
     largest = blocks.abs().amax(dim=-1)
     scale.copy_((encode_byte_scales(largest) if scale.dtype == torch.uint8 else largest).view(scale.shape))
     # Codes are relative to the stored scale; if that was rounded down, the largest value is clamped to the end.
-    blocks.div_(decode_scales(scale, value.dtype).clamp_(min=_TINY).view(*blocks.shape[:-1], 1)).clamp_(-1.0, 1.0)
+    stored = decode_scales(scale, value.dtype).view(blocks.shape[:-1])
     if layout.block == _BLOCKS["int8"]:
-        y = blocks.div_(blocks.abs().add_(1.0)).mul_(254.0).round_()
-        codes.copy_(y.view(len(rows), -1)[:, : layout.length].view(codes.shape))
+        x = blocks.div_(stored.clamp_(min=_TINY).unsqueeze(-1)).clamp_(-1.0, 1.0)
+        y = x.div_(x.abs().add_(1.0)).mul_(254.0).round_()
+        codes.copy_(join_blocks(y, layout.length).view(codes.shape))
         return
-    blocks.mul_(7.0)
-    flat = blocks.view(len(rows), -1)[:, : layout.length]
-    if seed is None:
-        levels = flat.round()
-    else:
-        noise = random_uint16(seed, start, value.shape, strides).view(flat.shape)
-        levels = noise.to(value.dtype).mul_(2.0**-16).add_(flat).floor_()
-        del noise
-    # Two codes from 1 to 15 per byte; a row of odd length gets one more.
-    nibbles = levels.add_(8.0).clamp_(1.0, 15.0).to(torch.uint8)
+    steps = join_blocks(_INT4.to_steps(blocks, stored, out=blocks), layout.length)
+    noise = None
+    if seed is not None:
+        noise = random_uint16(seed, start, value.shape, strides).view(steps.shape).to(value.dtype).mul_(2.0**-16)
+    # Codes from 1 to 15, two per byte; a row of odd length gets one more.
+    nibbles = _INT4.round_(steps, noise).add_(8.0).to(torch.uint8)
     if layout.length % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
-    codes.copy_((nibbles[:, ::2] | nibbles[:, 1::2].bitwise_left_shift(4)).view(codes.shape))
+    codes.copy_(pack_nibbles(nibbles).view(codes.shape))
 
 
 def decode(codes: Tensor, scale: Tensor, layout: BlockRows, dtype: torch.dtype) -> Tensor:
@@ -176,12 +176,11 @@ def decode(codes: Tensor, scale: Tensor, layout: BlockRows, dtype: torch.dtype) 
         y = codes.reshape(-1, layout.length).to(dtype).mul_(1.0 / 127.0)
         x = y.div_(y.abs().neg_().add_(2.0))
     else:
-        packed = codes.reshape(-1, codes.shape[-1])
-        pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
-        x = pairs.view(len(packed), -1)[:, : layout.length].to(dtype).sub_(8.0).mul_(1.0 / 7.0)
+        nibbles = unpack_nibbles(codes.reshape(-1, codes.shape[-1]), layout.length)
+        x = nibbles.to(dtype).sub_(8.0).mul_(1.0 / 7.0)
     blocks = _blocks(x, layout)
     blocks.mul_(decode_scales(scale, dtype).view(*blocks.shape[:-1], 1))
-    return blocks.view(len(x), -1)[:, : layout.length]
+    return join_blocks(blocks, layout.length)
 
 
 def encode_byte_scales(magnitude: Tensor) -> Tensor:
@@ -199,13 +198,8 @@ def decode_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: Tensor, layout: BlockRows) -> Tensor:
-    """Reshape (rows, length) to (rows, blocks, block), with zeros after a short last block."""
-    missing = layout.num_blocks * layout.block - layout.length
-    if missing:
-        if layout.num_blocks == 1:
-            return rows.view(len(rows), 1, layout.length)
-        rows = torch.nn.functional.pad(rows, (0, missing))
-    return rows.view(len(rows), layout.num_blocks, layout.block)
+    """Split (rows, length) into (rows, blocks, block), with zeros after a short last block of several."""
+    return split_blocks(rows, min(layout.block, layout.length) or 1)
 
 
 # --- rounding of weights

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> list[tuple[str, str]
     for key, value in options.items():
         if key not in specification:
             allowed = f"not an option of {name.lower()}; allowed: {', '.join(specification)}"
-            problems.append((key, hinted(allowed, key, specification)))
+            problems.append((key, with_hint(allowed, key, specification)))
             continue
         try:
             converted[key] = convert(value, specification[key][1])
@@ -196,7 +196,7 @@ def _specification(name: str) -> dict[str, tuple[Any, Any]]:
     if key in _torch_classes():
         return signature_options(_torch_classes()[key])
     names = optimizer_names()
-    raise UserError(hinted(f"no optimizer '{name}'; there are {', '.join(names)}", key, names))
+    raise UserError(with_hint(f"no optimizer '{name}'; there are {', '.join(names)}", key, names))
 
 
 def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from scantling.checksums import write_checksums
 from scantling.errors import UserError
-from scantling.files import check_is_free, read_json_object, written_aside
+from scantling.files import atomic_folder, check_new_folder, read_json_object
 from scantling.precision.matrices import as_matrix, from_matrix
 from scantling.precision.packing import PackedMatrix
 from scantling.precision.quantizer import in_dtype
 from scantling.precision.weights import QuantizedWeight, quantized_weights
-from scantling.saved_models import blaming
+from scantling.saved_models import blame
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ def save_quantized(
         raise UserError("the model has no quantized weights; call scantling.quantize_weights first")
     if not hasattr(model, "save_pretrained"):
         raise UserError(f"{type(model).__name__} has no save_pretrained; give a model of transformers")
-    check_is_free(folder)
-    with written_aside(folder) as aside:
+    check_new_folder(folder)
+    with atomic_folder(folder) as aside:
         model.save_pretrained(aside)
         saved = _pack_folder(model, aside, weights) if packed else _plain_bytes(aside)
         if also is not None:
@@ -223,7 +223,7 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
     if version != FORMAT or not isinstance(index, dict):
         raise UserError(f"cannot load {path}: it is damaged, without the keys format and tensors; copy it again")
     scales: dict[str, tuple[Tensor, Tensor]] = {}
-    with blaming(f"{folder / TENSORS}, as it is damaged or does not fit {INDEX}"):
+    with blame(f"{folder / TENSORS}, as it is damaged or does not fit {INDEX}"):
         if (folder / TENSORS).exists() and not (folder / TENSORS).is_file():
             raise UserError("it is not a file")
         with safe_open(folder / TENSORS, "pt") as file:
@@ -236,7 +236,7 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
                     scale = file.get_tensor(f"{name}.scales")[scale.int()]
                 scales[name] = file.get_tensor(f"{name}.patterns"), scale
     for name, entry in index.items():
-        with blaming(f"{path}, as {name} in it is damaged or does not fit {TENSORS}"):
+        with blame(f"{path}, as {name} in it is damaged or does not fit {TENSORS}"):
             tensors[name] = _unpack(entry, *scales.pop(name))
     return tensors
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.numerics.block_quantizer import join_blocks, split_blocks
 from scantling.numerics.formats import FloatFormat, Format, parse_format
 from scantling.numerics.literals import Clip, Granularity, Rounding
@@ -158,7 +158,7 @@ class Quantizer:
                 return cls(parse_format(name.removeprefix("mx")), "group", MX_GROUP, scales="power2")
             except UserError:
                 text = f"a block format must be nvfp4 or mx with a format, such as {_BLOCK_FORMATS[0]}; given {name!r}"
-                raise UserError(hinted(text, name.lower(), _BLOCK_FORMATS)) from None
+                raise UserError(with_hint(text, name.lower(), _BLOCK_FORMATS)) from None
         return cls(parse_format(name), granularity)
 
     def with_granularity(self, granularity: Granularity) -> Quantizer:
@@ -351,4 +351,4 @@ def _fp8_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
 
 def _check_choice(what: str, given: Any, allowed: Sequence[str]) -> None:
     if given not in allowed:
-        raise UserError(hinted(f"{what} must be one of {', '.join(allowed)}; given {given!r}", given, allowed))
+        raise UserError(with_hint(f"{what} must be one of {', '.join(allowed)}; given {given!r}", given, allowed))

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.precision.calibration import Batch, Calibration
 from scantling.precision.gptq import BLOCK, gptq, output_error
 from scantling.precision.layers import LayerFormats
@@ -261,7 +261,7 @@ def check_method(method: str) -> Method:
         UserError: if there is no such method.
     """
     if method not in get_args(Method):
-        raise UserError(hinted(f"method must be rtn or gptq; given {method!r}", method, get_args(Method)))
+        raise UserError(with_hint(f"method must be rtn or gptq; given {method!r}", method, get_args(Method)))
     return cast("Method", method)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from scantling.conv1d import is_conv1d
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.embedding import unsupported_reason
 from scantling.tensor.experts import DOWN_PROJ, is_fused_experts, up_name
@@ -187,7 +187,9 @@ def check_layer_options(options: Mapping[str, Any], allowed: Sequence[str]) -> N
     """
     for key in options:
         if key not in allowed:
-            raise UserError(hinted(f"given the option {key!r}; it must be one of {', '.join(allowed)}", key, allowed))
+            raise UserError(
+                with_hint(f"given the option {key!r}; it must be one of {', '.join(allowed)}", key, allowed)
+            )
 
 
 def _parse_options(pattern: Any, value: Any) -> dict[str, Any]:

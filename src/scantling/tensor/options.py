@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any, Literal, TypeAlias, get_args
 
-from scantling.errors import UserError, did_you_mean, hinted
+from scantling.errors import UserError, did_you_mean, with_hint
 
 Format: TypeAlias = Literal["tt", "tt-silu", "low-rank", "cola"]
 
@@ -28,7 +28,7 @@ def linear_options(format: str, num_modes: int | None) -> dict[str, Any]:
     """
     if format not in FORMATS:
         names = get_args(Format)
-        raise UserError(hinted(f"given format={format!r}; it must be one of {', '.join(names)}", str(format), names))
+        raise UserError(with_hint(f"given format={format!r}; it must be one of {', '.join(names)}", str(format), names))
     options = FORMATS[format]
     if num_modes is None:
         return options

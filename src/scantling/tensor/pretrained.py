@@ -32,12 +32,12 @@ from scantling.saved_models import (
     CONFIG,
     GENERATION,
     Weights,
-    blaming,
-    check_counts,
-    check_size,
+    blame,
+    check_layer_counts,
+    check_model_size,
     check_weights,
-    read_settings,
-    without_marks,
+    read_model_config,
+    without_byte_order_marks,
 )
 from scantling.tensor.embedding import TTMHead
 from scantling.tensor.layer import TTLayer
@@ -167,9 +167,9 @@ def load(
     folder = Path(folder)
     if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
         raise UserError(f"cannot load {folder}: it has no {CONFIG}; give a folder that save_pretrained wrote")
-    content = read_settings(folder / CONFIG)
+    content = read_model_config(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
-    with blaming(folder / CONFIG):
+    with blame(folder / CONFIG):
         model_class = _find_model_class(name, content)
         if model_class is None:
             raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
@@ -181,13 +181,13 @@ def load(
         weights = Weights("quantized.safetensors, unpacked with quantized.json,", len(state), elements)
     files = weights.files if weights is not None else "the weights"
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
-    with without_marks(folder) as readable:
+    with without_byte_order_marks(folder) as readable:
         config = _load_config(folder, readable, model_class, content, weights)
         generation = None
         if (folder / GENERATION).is_file():
-            with blaming(folder / GENERATION):
+            with blame(folder / GENERATION):
                 generation = transformers.GenerationConfig.from_pretrained(readable, local_files_only=True)
-        with blaming(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
+        with blame(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
             model, report = model_class.from_pretrained(
                 None if state is not None else readable,
                 config=config,
@@ -215,13 +215,13 @@ def _load_config(
         content: content of the configuration file.
         weights: description of the files; None if unknown.
     """
-    with blaming(folder / CONFIG):
+    with blame(folder / CONFIG):
         config = model_class.config_class.from_pretrained(readable, local_files_only=True)
         if not isinstance(config.dtype, torch.dtype | dict | None):
             raise UserError(f"given dtype={config.dtype!r}; it must be the name of a dtype")
         if weights is not None:
-            check_counts(content, weights)
-            check_size(_meta_model(model_class, config), weights)
+            check_layer_counts(content, weights)
+            check_model_size(_meta_model(model_class, config), weights)
     return config
 
 

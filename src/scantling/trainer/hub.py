@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from scantling.errors import UserError, first_line
-from scantling.files import local
+from scantling.files import expand_path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -19,7 +19,9 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 def is_hub_name(text: str) -> bool:
     """True if a text may be a name on the Hub, such as `gpt2` or `openai/gpt`, and names no file or folder here."""
-    return _NAME.fullmatch(text) is not None and not text.endswith((".json", ".yaml")) and not local(text).exists()
+    return (
+        _NAME.fullmatch(text) is not None and not text.endswith((".json", ".yaml")) and not expand_path(text).exists()
+    )
 
 
 @cache

@@ -47,8 +47,8 @@ def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) ->
     wanted = before + grid.from_blocks(
         torch.zeros(grid.count, size).scatter(1, index, values).view(-1, grid.height, grid.width)
     )
-    if grid.lies_flat(before):
-        grid.add(index, values, to=before)
+    if grid.is_row_major(before):
+        grid.scatter_add(index, values, to=before)
         assert torch.equal(before, wanted)
     else:
         assert grid.view not in (((0,), (1,)), ((1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2, 3)))

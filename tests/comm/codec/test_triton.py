@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from scantling.comm.codec import triton
-from scantling.comm.codec.block_group import BlockGroup, group_blocks
+from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.exchange import MomentumExchange
+from scantling.comm.layout import make_block_groups
 from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
@@ -22,7 +23,8 @@ SHAPES = [(70, 96), (3, 64, 40), (64, 128), (130, 33)]
 
 def group_of(**options: Any) -> dict[str, Any]:
     """Return the options of a group of matrices."""
-    made = MomentumExchange([nn.Parameter(torch.zeros(64, 64))], **{"values": "fp32", **options})
+    group = {"params": [nn.Parameter(torch.zeros(64, 64))], "values": "fp32", **options}
+    made = MomentumExchange([group])
     return {**made.param_groups[0], "role": "matrix", "matrix_dims": None}
 
 
@@ -30,7 +32,7 @@ def block_groups(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list
     group = group_of(**options)
     places = dict(enumerate(shapes))
     numels = {place: torch.Size(shape).numel() for place, shape in places.items()}
-    return group_blocks(places, numels, [group] * len(shapes))
+    return make_block_groups(places, numels, [group] * len(shapes))
 
 
 def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -45,7 +47,7 @@ def of(block_group: BlockGroup, tensors: list[Tensor]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
-    triton._plan_of.cache_clear()
+    triton._make_plan.cache_clear()
 
 
 @pytest.mark.parametrize("transform", ["dct", "none"])
@@ -136,7 +138,7 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
         monkeypatch.setattr(triton, "DEVICES", devices)
         shapes = [(64, 128), (70, 96), (128,), (64, 64)]
         params = [nn.Parameter(value) for value in numbers(5, shapes)]
-        made = MomentumExchange(params, topk=16, values=values, transform=transform, check_every=None)
+        made = MomentumExchange([{"params": params, "transform": transform}], topk=16, values=values, check_every=None)
         found = []
         for step in range(3):
             for param, gradient in zip(params, numbers(10 + step, shapes), strict=True):
@@ -145,7 +147,7 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
                 params[1].grad = None
             made.exchange()
             found += [param.grad.clone() for param in params if param.grad is not None]
-        return found + [made.residuals.read(param, param) for param in params]
+        return found + [made.residuals.read(param) for param in params]
 
     plain = run(())
     assert not kernels
@@ -175,14 +177,14 @@ def test_kernels_compile_for_gpus() -> None:
 COMPILE = """
 from scantling.comm.codec import kernels
 
-types = {"table": "*i64", "owners": "*i32", "index": "*i64", "kept": "i32", "count": "i32", "first": "i32"}
-types |= {"decay": "fp32", "alpha": "fp32"}
+types = {"table": "*i64", "owners": "*i32", "index": "*i64", "k": "i32", "count": "i32", "first": "i32"}
+types |= {"decay": "fp32", "scale": "fp32"}
 block = {"height": 64, "width": 64, "down": 64, "across": 64, "aligned": True}
 for transformed in (False, True):
     how = {"gradient": tl.bfloat16, "transformed": transformed, "precision": "tf32"}
     ptx = build(kernels.select, capability, types, **how, **block)
     assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
-for begins in (False, True):
-    build(kernels.add_transformed, capability, types, begins=begins, precision="ieee", **block)
+for overwrite in (False, True):
+    build(kernels.add_transformed, capability, types, overwrite=overwrite, precision="ieee", **block)
 build(kernels.add_numbers, capability, types, height=64, width=64, size=256)
 """

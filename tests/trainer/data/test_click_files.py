@@ -25,7 +25,7 @@ def read(**data: Any) -> Block:
     """Return all rows of a click log as one block."""
     blocks = list(click_files(DataSection(**data)).blocks())
     joined = (np.concatenate([getattr(block, name) for block in blocks]) for name in Block._fields[:3])
-    return Block(*joined, sum(block.unlabelled for block in blocks))
+    return Block(*joined, sum(block.unlabeled for block in blocks))
 
 
 def criteo_line(
@@ -103,7 +103,7 @@ def test_a_label_can_be_a_comparison(tmp_path: Path) -> None:
         clicks={"label": "delay", "label_above": 15, "categorical": ["user"]},
     )
     assert block.labels.tolist() == [0, 1, 0, 1]
-    assert block.unlabelled == 2
+    assert block.unlabeled == 2
     assert (block.numbers.shape, block.keys.shape) == ((4, 0), (4, 1))
 
 

@@ -171,7 +171,7 @@ def test_numbers_as_labels_are_ordered_as_numbers(tmp_path: Path) -> None:
 def test_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_npz(tmp_path / "i.npz", 30)
     first = prepared(images=str(path))
-    monkeypatch.setattr(images_module, "pixels_of", None)  # any decoding now fails
+    monkeypatch.setattr(images_module, "to_pixels", None)  # any decoding now fails
     assert prepared(images=str(path)).info == first.info
     with pytest.raises(TypeError):
         prepared(images=str(path), image_size=4)
@@ -188,7 +188,7 @@ def test_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4)},
             "image 1: column 'labels' must hold a label",
         ),
-        ({"images": np.zeros((0, 8, 8), np.uint8), "labels": np.zeros(0, int)}, "no labelled images"),
+        ({"images": np.zeros((0, 8, 8), np.uint8), "labels": np.zeros(0, int)}, "no labeled images"),
         (
             {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4, int)},
             "4 images, all of them equal; .* or give more images$",

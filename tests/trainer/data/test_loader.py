@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scantling.trainer.data.batch import Batch
-from scantling.trainer.data.loader import EVALUATION, BatchSource, Numbered, eval_batches
+from scantling.trainer.data.loader import EVALUATION, Batch, BatchSource, Numbered, eval_batches
 from scantling.trainer.data.sampler import Sampler
 
 

@@ -210,7 +210,7 @@ def test_datasets_saved_with_the_format_of_a_missing_library(
         assert [(p.text, p.label) for p in found] == [("a", "0"), ("b", "1"), ("c", "2")]
     assert "no split 'train'; it has dev" in refusal(hf=str(tmp_path / "dict"))
     (tmp_path / "saved" / "state.json").write_text("{")
-    assert "state.json is no JSON" in refusal(hf=str(tmp_path / "saved"))
+    assert "state.json is not valid JSON" in refusal(hf=str(tmp_path / "saved"))
 
 
 def test_hub_name_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"there is no .*config.json"):
         make({"hf": str(tmp_path / "nothing")})
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is no JSON"):
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         make({"hf": str(tmp_path)})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(UserError, match="names no model_type"):

@@ -87,7 +87,7 @@ def changed(folder: Path, copy: Path, name: str, **keys: Any) -> Path:
 def test_huge_settings_of_models_are_refused(
     name: str, keys: dict[str, Any], pretrained: bool | None, folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"vocabulary|layer_types|num_hidden_layers is 1000000000"):
+    with pytest.raises(UserError, match=r"vocabulary|layer_types|num_hidden_layers must be at most"):
         build(changed(folder, tmp_path / "copy", name, **keys), pretrained=pretrained)
 
 
@@ -155,7 +155,7 @@ def test_the_command_line_says_it_in_one_line(
         assert run([command, str(path), *extra]) == 2
         error = capsys.readouterr().err
         assert "Traceback" not in error
-        assert f"{copy / name} is no JSON" in " ".join(error.split())
+        assert f"{copy / name} is not valid JSON" in " ".join(error.split())
 
 
 @pytest.mark.parametrize("command", [["eval"], ["export", "--to", "hf", "out"], ["quantize", "--weights", "int4"]])

@@ -18,7 +18,7 @@ from scantling.cli import run
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.recipe.parsing import MAX_BYTES
-from scantling.trainer.sweeping.grid import cases
+from scantling.trainer.sweeping.grid import expand_sweep
 from scantling.trainer.sweeping.schema import load_sweep
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
@@ -289,7 +289,7 @@ def test_mutated_grid_is_expanded_or_refused(tmp_path: Path) -> None:
     for _ in range(60):
         path.write_text(yaml.dump(mutate_value(grid, rng), allow_unicode=False))
         with contextlib.suppress(UserError):
-            cases(*load_sweep(path))
+            expand_sweep(*load_sweep(path))
 
 
 def test_sweep_of_too_many_runs_is_refused(tmp_path: Path) -> None:
@@ -297,4 +297,4 @@ def test_sweep_of_too_many_runs_is_refused(tmp_path: Path) -> None:
     axes = {f"optim.option{axis}": list(range(10)) for axis in range(10)}
     path.write_text(yaml.dump({"base": yaml.safe_load(MINIMAL), "axes": axes}))
     with pytest.raises(UserError, match="10,000,000,000 combinations"):
-        cases(*load_sweep(path))
+        expand_sweep(*load_sweep(path))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from scantling.errors import RunError
-from scantling.files import write_whole
+from scantling.files import write_atomic
 from scantling.trainer.reporting.compare import compare_rows, compare_table, write_compare
 from scantling.trainer.reporting.runs import Run, distinct_names, read_run, rename_duplicates
 from tests.trainer.reporting.fake import PARAMETERS, make_run
@@ -29,7 +29,7 @@ def pair(tmp_path: Path) -> list[Run]:
     return [read_run(dense), read_run(lean)]
 
 
-def test_rows_compare_with_the_first_run(pair: list[Run]) -> None:
+def test_compare_rows_are_relative_to_first_run(pair: list[Run]) -> None:
     rows = {row.label: row for row in compare_rows(pair)}
     state = rows["optimizer state"]
     assert state.values == ("9.02 MiB", "4.62 MiB")
@@ -40,20 +40,20 @@ def test_rows_compare_with_the_first_run(pair: list[Run]) -> None:
     assert speed.changes == ("×0.800",)
     assert speed.better == (False,)
     loss = rows["held-out loss (nats)"]
-    difference = pair[1].figure("eval_loss") - pair[0].figure("eval_loss")  # type: ignore[operator]
+    difference = pair[1].metric("eval_loss") - pair[0].metric("eval_loss")  # type: ignore[operator]
     assert loss.changes == (f"{difference:+.4f}",)
     assert loss.better == (difference < 0,)
     assert "accuracy" not in rows
     assert "energy, first process (J)" not in rows
 
 
-def test_table_of_two_has_a_last_column_with_the_change(pair: list[Run]) -> None:
+def test_compare_table_of_two_runs_has_change_column(pair: list[Run]) -> None:
     lines = printed(pair).splitlines()
     assert lines[0].split() == ["dense", "lean", "change"]
     assert any(line.split() == ["optimizer", "state", "9.02", "MiB", "4.62", "MiB", "×0.513"] for line in lines)
 
 
-def test_table_of_many_has_the_change_in_each_cell(pair: list[Run], tmp_path: Path) -> None:
+def test_compare_table_of_three_runs_has_changes_in_cells(pair: list[Run], tmp_path: Path) -> None:
     third = read_run(make_run(tmp_path / "third", name="[bold]third[/bold]", steps=10, evaluated=False))
     text = printed([*pair, third], width=140)
     assert "4.62 MiB (×0.513)" in text
@@ -63,11 +63,11 @@ def test_table_of_many_has_the_change_in_each_cell(pair: list[Run], tmp_path: Pa
     assert held_out.rstrip().endswith("–")
 
 
-def test_one_run_is_a_table_without_comparison(pair: list[Run]) -> None:
+def test_compare_table_of_one_run_has_no_changes(pair: list[Run]) -> None:
     assert printed(pair[:1]).splitlines()[0].split() == ["dense"]
 
 
-def test_compare_json(pair: list[Run], tmp_path: Path) -> None:
+def test_write_compare_contents(pair: list[Run], tmp_path: Path) -> None:
     path = write_compare(pair, tmp_path / "out" / "deep")
     assert path == tmp_path / "out" / "deep" / "compare.json"
     dense, lean = json.loads(path.read_text(), parse_constant=pytest.fail)["runs"]
@@ -85,7 +85,7 @@ def test_compare_json(pair: list[Run], tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["compare.json"]
 
 
-def test_nan_is_null(tmp_path: Path) -> None:
+def test_write_compare_writes_nan_as_null(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=3)
     result = json.loads((path / "result.json").read_text())
     (path / "result.json").write_text(json.dumps(result | {"eval_loss": float("nan"), "extra": {"a": [float("inf")]}}))
@@ -95,7 +95,7 @@ def test_nan_is_null(tmp_path: Path) -> None:
     assert entry["extra"] == {"a": [None]}
 
 
-def test_a_file_that_cannot_be_written_keeps_the_old_one(
+def test_write_compare_keeps_old_file_on_error(
     pair: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_compare(pair, tmp_path)
@@ -111,11 +111,11 @@ def test_a_file_that_cannot_be_written_keeps_the_old_one(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_what_cannot_be_a_folder_and_names_that_are_long_or_of_other_bytes(tmp_path: Path) -> None:
+def test_read_run_refuses_unusable_paths(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write"):
-        write_whole(tmp_path / "file" / "x.html", "text")
-    write_whole(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
+        write_atomic(tmp_path / "file" / "x.html", "text")
+    write_atomic(tmp_path / f"{'x' * 250}.txt", "a run in \udcff")
     assert (tmp_path / f"{'x' * 250}.txt").read_text() == "a run in \\udcff"
 
 
@@ -150,10 +150,10 @@ def test_distinct_names(names: list[str], paths: list[str], expected: list[str])
         ((1, 1), "train loss (last step)"),
     ],
 )
-def test_train_loss_says_over_how_many_steps_it_is_a_mean(tmp_path: Path, steps: tuple[int, int], label: str) -> None:
+def test_compare_rows_label_counts_averaged_steps(tmp_path: Path, steps: tuple[int, int], label: str) -> None:
     runs = [read_run(make_run(tmp_path / str(i), steps=count, status=None)) for i, count in enumerate(steps)]
     row = next(row for row in compare_rows(runs) if row.label.startswith("train loss"))
     assert row.label == label
     losses = runs[0].column("loss")
     assert row.values[0] == f"{losses[-10:].mean():.4f}"
-    assert runs[0].figure("last_step_loss") == losses[-1]
+    assert runs[0].metric("last_step_loss") == losses[-1]

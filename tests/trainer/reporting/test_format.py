@@ -33,7 +33,7 @@ from scantling.trainer.reporting.format import (
         (math.inf, "–"),
     ],
 )
-def test_bytes(value: float | None, text: str) -> None:
+def test_format_bytes(value: float | None, text: str) -> None:
     assert format_bytes(value) == text
 
 
@@ -56,7 +56,7 @@ def test_bytes(value: float | None, text: str) -> None:
         (None, "–"),
     ],
 )
-def test_number(value: float | None, text: str) -> None:
+def test_format_number(value: float | None, text: str) -> None:
     assert format_number(value) == text
 
 
@@ -76,11 +76,11 @@ def test_number(value: float | None, text: str) -> None:
         (math.nan, "–"),
     ],
 )
-def test_seconds(value: float, text: str) -> None:
+def test_format_seconds(value: float, text: str) -> None:
     assert format_seconds(value) == text
 
 
-def test_comparisons() -> None:
+def test_format_ratio_and_difference() -> None:
     assert format_ratio(4.62, 9.02) == "×0.512"
     assert format_ratio(3, 3) == "same"
     assert format_ratio(3, 0) == "–"

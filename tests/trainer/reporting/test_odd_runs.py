@@ -16,11 +16,12 @@ import pytest
 import yaml
 
 from scantling.errors import ScantlingError, UserError
-from scantling.trainer.reporting import charts, runs
+from scantling.trainer.reporting import charts, metrics
 from scantling.trainer.reporting.compare import compare_table, write_compare
 from scantling.trainer.reporting.html import write_report
-from scantling.trainer.reporting.runs import Run, read_metrics, read_run
-from scantling.trainer.sweeping import after
+from scantling.trainer.reporting.metrics import read_metrics
+from scantling.trainer.reporting.runs import Run, read_run
+from scantling.trainer.sweeping import evaluations
 from tests.runs import NO_CHARTS
 from tests.trainer.reporting.fake import make_run
 
@@ -90,7 +91,7 @@ def test_report_shows_odd_records(tmp_path: Path, key: str, value: Any) -> None:
     assert page.count("<svg") >= 4
 
 
-def test_report_survives_ranks_that_change_their_layers(tmp_path: Path) -> None:
+def test_report_survives_changing_rank_layers(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=4, status=None)
     with open(path / "metrics.jsonl", "a") as file:
         for step, ranks in ((5, {"a": [1, 8, 1], "b": [1, 8, 1]}), (6, {"a": [1, 4, 1]}), (7, {"a": [1, 2, 1]})):
@@ -99,14 +100,14 @@ def test_report_survives_ranks_that_change_their_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("notes", [5, 1.5, True, "a note", {"a": 1}, [1, None, "kept", ["x"]]])
-def test_report_ignores_plan_notes_that_are_no_text(tmp_path: Path, notes: Any) -> None:
+def test_report_ignores_non_text_plan_notes(tmp_path: Path, notes: Any) -> None:
     path = make_run(tmp_path / "run", steps=3)
     plan = json.loads((path / "plan.json").read_text()) | {"notes": notes}
     (path / "plan.json").write_text(json.dumps(plan))
     assert ("kept" in show(read_run(path), folder=tmp_path)) == isinstance(notes, list)
 
 
-def test_read_run_takes_json_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_read_run_accepts_byte_order_marks(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=3)
     expected = read_run(path).plan
     (path / "plan.json").write_text("\ufeff" + (path / "plan.json").read_text())
@@ -154,7 +155,7 @@ def test_report_replaces_lone_surrogates(tmp_path: Path) -> None:
 
 
 def test_read_metrics_refuses_a_very_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_MAX_LINE", 1 << 20)
+    monkeypatch.setattr(metrics, "_MAX_LINE", 1 << 20)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "a": "' + b"x" * (2 << 20) + b'"}\n')
     with pytest.raises(UserError, match="line 2: longer than 1 MiB"):
@@ -191,7 +192,7 @@ def test_metrics_are_exact_over_blocks_and_resumes(tmp_path: Path) -> None:
     assert summary["step_s"] == np.median([r["step_s"] for r in records[len(records) // 10 :]])
 
 
-def test_a_null_evaluation_hides_no_earlier_one(tmp_path: Path) -> None:
+def test_metrics_null_evaluation_keeps_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "eval_loss": 2.0}\n{"step": 2, "eval_loss": null}\n{"step": 3}\n')
     assert read_metrics(path).summarize()["eval_loss"] is None
@@ -268,7 +269,7 @@ def replace(value: Any, generator: random.Random) -> None:
         return
 
 
-def test_no_damage_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_runs_raise_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`SCANTLING_FUZZ=N` tries N mutations instead of a few."""
     monkeypatch.delenv(NO_CHARTS, raising=False)
     generator = random.Random(7)
@@ -298,9 +299,7 @@ def test_no_damage_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("problem", [PermissionError(13, "Permission denied"), OSError(36, "File name too long")])
-def test_read_run_names_a_folder_it_may_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError
-) -> None:
+def test_read_run_reports_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError) -> None:
     """Root may read everything, so the test raises the error itself."""
     path = make_run(tmp_path / "run", steps=1)
 
@@ -315,12 +314,12 @@ def test_read_run_names_a_folder_it_may_not_read(
 @pytest.mark.parametrize(
     "stored", ["[1]", "{}", '{"minimal_pairs": 5}', '{"minimal_pairs": {"given": {}}}', "[" * 100_000]
 )
-def test_damaged_evaluations_of_a_sweep_are_done_again(tmp_path: Path, stored: str) -> None:
+def test_missing_evaluations_include_damaged_ones(tmp_path: Path, stored: str) -> None:
     path = make_run(tmp_path / "run", steps=1)
     (path / "after.json").write_text(stored)
     settings = {"minimal_pairs": {}}
-    assert after.missing(path, settings) == settings
-    assert after.known_figures(path, settings) == {}
+    assert evaluations.missing_evaluations(path, settings) == settings
+    assert evaluations.stored_metrics(path, settings) == {}
     figures = {"minimal_pairs": "high"}
-    (path / "after.json").write_text(json.dumps({"minimal_pairs": {"given": {}, "figures": figures}}))
-    assert after.missing(path, settings) == settings
+    (path / "after.json").write_text(json.dumps({"minimal_pairs": {"given": {}, "metrics": figures}}))
+    assert evaluations.missing_evaluations(path, settings) == settings

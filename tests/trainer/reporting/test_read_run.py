@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ def append(run: Path, *records: dict[str, object]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def test_reads_everything(tmp_path: Path) -> None:
+def test_read_run_reads_all_files(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", steps=100))
     assert run.name == "demo-dense"
     assert run.status == "done"
@@ -30,20 +29,20 @@ def test_reads_everything(tmp_path: Path) -> None:
     assert run.steps.tolist() == list(range(1, 101))
     assert run.column("tokens")[-1] == 100 * TOKENS_PER_STEP
     assert np.flatnonzero(np.isfinite(run.column("eval_loss"))).tolist() == [49, 99]
-    assert run.figure("eval_loss") == run.column("eval_loss")[-1]
-    assert run.figure("energy_j") is None
+    assert run.metric("eval_loss") == run.column("eval_loss")[-1]
+    assert run.metric("energy_j") is None
     assert np.isnan(run.column("energy_j")).all()
     assert "memory_source" not in run.columns
 
 
-def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_read_run_skips_incomplete_last_line(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=5, status=None)
     metrics = path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-20])
     assert read_run(path).steps.tolist() == [1, 2, 3, 4]
 
 
-def test_after_a_resume_the_later_lines_count(tmp_path: Path) -> None:
+def test_read_run_prefers_records_after_resume(tmp_path: Path) -> None:
     """Steps 4 to 6 of the first process are discarded; the second process recorded steps 4 and 5."""
     path = make_run(tmp_path / "run", steps=6, status=None)
     append(path, {"step": 4, "loss": 40.0, "tokens": 4}, {"step": 5, "loss": 50.0, "tokens": 5})
@@ -52,20 +51,20 @@ def test_after_a_resume_the_later_lines_count(tmp_path: Path) -> None:
     assert run.column("loss")[3:].tolist() == [40.0, 50.0]
 
 
-def test_without_a_result_the_records_give_it(tmp_path: Path) -> None:
+def test_read_run_computes_missing_result(tmp_path: Path) -> None:
     whole = read_run(make_run(tmp_path / "whole", steps=60))
     crashed = read_run(make_run(tmp_path / "crashed", steps=60, planned_steps=90, status=None))
     assert crashed.status == "unfinished"
     assert crashed.planned_steps == 90
     for key in ("train_loss", "train_loss_steps", "last_step_loss"):
-        assert crashed.figure(key) == pytest.approx(whole.figure(key))
-    assert crashed.figure("peak_memory_bytes") == whole.figure("peak_memory_bytes")
+        assert crashed.metric(key) == pytest.approx(whole.metric(key))
+    assert crashed.metric("peak_memory_bytes") == whole.metric("peak_memory_bytes")
     settled = whole.column("step_s")[6:]
-    assert crashed.figure("step_s") == pytest.approx(float(np.median(settled)))
+    assert crashed.metric("step_s") == pytest.approx(float(np.median(settled)))
     assert crashed.result["memory_source"] == "rss"
 
 
-def test_a_result_from_before_a_resume_is_not_believed(tmp_path: Path) -> None:
+def test_read_run_ignores_result_from_before_resume(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=5, planned_steps=10, status="stopped")
     assert read_run(path).status == "stopped"
     append(path, {"step": 6, "loss": 1.0})
@@ -73,7 +72,7 @@ def test_a_result_from_before_a_resume_is_not_believed(tmp_path: Path) -> None:
     assert (run.status, run.result["step"]) == ("unfinished", 6)
 
 
-def test_values_that_are_no_numbers_are_absent(tmp_path: Path) -> None:
+def test_read_run_drops_non_numbers(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=2, status=None)
     with open(path / "metrics.jsonl", "a") as file:
         file.write(
@@ -85,10 +84,10 @@ def test_values_that_are_no_numbers_are_absent(tmp_path: Path) -> None:
         assert np.isfinite(run.column(key)[0])
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_read_run_names_missing_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run directory not found"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=re.escape("no recipe.yaml and no metrics.jsonl")):
+    with pytest.raises(UserError, match=r"recipe\.yaml and metrics\.jsonl not found"):
         read_run(tmp_path)
     path = make_run(tmp_path / "run", steps=1)
     (path / "metrics.jsonl").write_text('{"step": 1')
@@ -108,7 +107,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("recipe.yaml", "just text", "a recipe is a mapping"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_read_run_names_broken_files(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = make_run(tmp_path / "run", steps=1)
     (path / name).write_text(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -116,7 +115,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message
     assert name in str(caught.value)
 
 
-def test_the_recipe_cannot_run_code(tmp_path: Path) -> None:
+def test_read_run_recipe_cannot_run_code(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=1)
     marker = tmp_path / "ran"
     (path / "recipe.yaml").write_text(f"name: !!python/object/apply:os.system ['touch {marker}']\n")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scantling.errors import UserError
-from scantling.trainer.reporting import charts
+from scantling.trainer.reporting import svg
 from scantling.trainer.reporting.charts import memory_chart, phase_seconds, smooth
 from scantling.trainer.reporting.format import format_bytes
 from scantling.trainer.reporting.html import _plan_lines, render, write_report
@@ -70,7 +70,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def test_one_run(tmp_path: Path) -> None:
+def test_report_of_one_run(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run"))
     path = write_report([run], tmp_path / "report.html")
     page = Page(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def test_one_run(tmp_path: Path) -> None:
         "200 of 200 steps",
         "1.18M",
         "9.02 MiB",
-        f"{run.figure('eval_loss'):.4f}",
+        f"{run.metric('eval_loss'):.4f}",
         "2.13.0+cpu",
     ):
         assert expected in text
@@ -88,11 +88,11 @@ def test_one_run(tmp_path: Path) -> None:
     assert "exact" in text
     assert page.count("svg") == 6
     assert "weight_decay: 0.1" in page.text
-    assert "What differs" not in text
+    assert "Recipe differences" not in text
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_several_runs(tmp_path: Path, count: int) -> None:
+def test_report_of_several_runs(tmp_path: Path, count: int) -> None:
     runs = several(tmp_path)[:count]
     page = Page(render(runs))
     text = squeezed(page.text)
@@ -106,18 +106,18 @@ def test_several_runs(tmp_path: Path, count: int) -> None:
         assert "21 of 60 steps" in text
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_each_alone(tmp_path: Path, place: int) -> None:
-    run = several(tmp_path)[place]
+@pytest.mark.parametrize("i", range(5))
+def test_report_of_each_odd_run(tmp_path: Path, i: int) -> None:
+    run = several(tmp_path)[i]
     page = Page(render([run]))
     assert page.count("svg") == 6
     assert ("held-out loss" in page.text.lower()) == bool(np.isfinite(run.column("eval_loss")).any())
-    assert ("Plan and measurement" in page.text) == bool(run.plan)
+    assert ("Plan vs. measurement" in page.text) == bool(run.plan)
     foretold = [label for label, _ in _plan_lines([run])]
     assert ("optimizer state" in foretold) == ("peak memory" in foretold) == bool(run.plan)
 
 
-def test_a_run_with_nothing_but_steps_and_losses(tmp_path: Path) -> None:
+def test_report_of_minimal_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("model: {preset: x}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": null}\n')
     page = Page(render([read_run(tmp_path)]))
@@ -126,7 +126,7 @@ def test_a_run_with_nothing_but_steps_and_losses(tmp_path: Path) -> None:
     assert Page(render([read_run(tmp_path)])).count("svg") == 0
 
 
-def test_text_from_runs_is_escaped(tmp_path: Path) -> None:
+def test_report_escapes_text(tmp_path: Path) -> None:
     text = render(several(tmp_path)[3:4])
     page = Page(text)
     assert page.count("script") == 0
@@ -136,7 +136,7 @@ def test_text_from_runs_is_escaped(tmp_path: Path) -> None:
     assert any(label and HOSTILE in label for label in labels)
 
 
-def test_hostile_values_in_every_file(tmp_path: Path) -> None:
+def test_report_survives_hostile_values(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", steps=2, status=None)
     attack = "</code></pre></style><img src=x onerror=alert(1)>"
     for name in ("recipe.yaml", "environment.json", "plan.json"):
@@ -149,7 +149,7 @@ def test_hostile_values_in_every_file(tmp_path: Path) -> None:
     assert attack in page.text
 
 
-def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+def test_report_loads_no_external_resources(tmp_path: Path) -> None:
     text = render(several(tmp_path))
     page = Page(text)
     assert not {"script", "link", "iframe", "object", "embed", "img", "base", "form", "a"} & {
@@ -164,23 +164,23 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert "default-src 'none'" in html.unescape(text)
 
 
-def test_svgs_are_valid_and_their_ids_unique(tmp_path: Path) -> None:
+def test_report_svgs_are_valid_with_unique_ids(tmp_path: Path) -> None:
     text = render(several(tmp_path))
     svgs = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    for svg in svgs:
-        root = ElementTree.fromstring(svg)
+    for chart in svgs:
+        root = ElementTree.fromstring(chart)
         assert root.get("role") == "img"
         assert len(root.get("aria-label") or "") > 20
         assert root.get("width") is None
-        assert "<metadata" not in svg
-        assert "<text" in svg
+        assert "<metadata" not in chart
+        assert "<text" in chart
     ids = [attributes["id"] for _, attributes in Page(text).tags if attributes.get("id")]
     assert len(ids) == len(set(ids))
     for target in re.findall(r'(?:url\(#|href="#|aria-labelledby=")([^")]+)', text):
         assert target in ids
 
 
-def test_tables_have_headers_and_regions_names(tmp_path: Path) -> None:
+def test_report_tables_are_accessible(tmp_path: Path) -> None:
     page = Page(render(several(tmp_path)))
     assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
     regions = [attributes for _, attributes in page.tags if attributes.get("role") == "region"]
@@ -189,22 +189,22 @@ def test_tables_have_headers_and_regions_names(tmp_path: Path) -> None:
     assert ("html", {"lang": "en"}) in page.tags
 
 
-def test_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+def test_report_is_deterministic(tmp_path: Path) -> None:
     runs = several(tmp_path)
     assert render(runs) == render(runs)
 
 
-def test_no_run_is_refused(tmp_path: Path) -> None:
+def test_write_report_refuses_no_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one run"):
         write_report([], tmp_path / "report.html")
 
 
-def test_long_runs_stay_small(tmp_path: Path) -> None:
+def test_report_of_long_runs_stays_small(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", steps=5000))
     assert len(render([run])) < 300_000
 
 
-def test_smooth() -> None:
+def test_smooth_is_a_moving_mean() -> None:
     noisy = np.where(np.arange(801) % 2, 3.0, 1.0)
     smoothed = smooth(noisy)
     assert smoothed[400] == pytest.approx(2.0, abs=0.05)
@@ -218,7 +218,7 @@ def test_smooth() -> None:
     assert smooth(ramp)[8:-8] == pytest.approx(ramp[8:-8])
 
 
-def test_planned_peak_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+def test_memory_chart_planned_peak_is_sum_of_parts(tmp_path: Path) -> None:
     """Activations are freed while gradients are created, so the smaller of the two is not in the chart."""
     path = make_run(tmp_path / "run", steps=3)
     plan = path / "plan.json"
@@ -233,7 +233,7 @@ def test_planned_peak_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert "a note & more" in Page(render([run])).text
 
 
-def test_phases_add_up_to_the_step(tmp_path: Path) -> None:
+def test_phase_seconds_add_up_to_step(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", steps=50))
     seconds = phase_seconds(run)
     assert sum(seconds.values()) == pytest.approx(float(np.median(run.column("step_s")[5:])))
@@ -254,20 +254,20 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_chart_colors_have_contrast_on_light_and_dark_pages() -> None:
-    dark = charts.DARK[charts._PAPER]
-    for color in charts.COLORS:
+    dark = svg.DARK[svg._PAPER]
+    for color in svg.COLORS:
         assert contrast(color, "#ffffff") >= 3
-        assert contrast(charts.DARK[color], dark) >= 3
-    for color in (charts._INK, charts._FAINT):  # text
+        assert contrast(svg.DARK[color], dark) >= 3
+    for color in (svg.INK, svg._FAINT):  # text
         assert contrast(color, "#ffffff") >= 4.5
-        assert contrast(charts.DARK[color], dark) >= 4.5
+        assert contrast(svg.DARK[color], dark) >= 4.5
 
 
 def test_every_chart_color_has_a_dark_one(tmp_path: Path) -> None:
     """All but the colors of ranks, a scale from light to dark blue that is readable on both pages."""
     runs = [read_run(make_run(tmp_path / f"{at}", steps=20, seed=at)) for at in range(9)]
     page = render(runs)
-    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
-        colors = set(re.findall(r"(?<!, )#[0-9a-f]{6}\b", svg))
+    for chart in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        colors = set(re.findall(r"(?<!, )#[0-9a-f]{6}\b", chart))
         assert not colors
-        assert set(re.findall(r"var\((--c[0-9a-f]{6}),", svg)) <= set(re.findall(r"(--c[0-9a-f]{6}): #", page))
+        assert set(re.findall(r"var\((--c[0-9a-f]{6}),", chart)) <= set(re.findall(r"(--c[0-9a-f]{6}): #", page))

@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from scantling.trainer.reporting import charts
+from scantling.trainer.reporting import svg
 from scantling.trainer.reporting.html import write_report
 from scantling.trainer.reporting.runs import read_run
 from tests.trainer.reporting.fake import make_run
@@ -41,7 +41,7 @@ def report(tmp_path: Path) -> Path:
     return write_report([read_run(dense), read_run(lean)], tmp_path / "report.html")
 
 
-def test_the_browser_builds_the_whole_page(report: Path, tmp_path: Path) -> None:
+def test_browser_builds_whole_page(report: Path, tmp_path: Path) -> None:
     done = chromium(report, tmp_path, "--dump-dom")
     assert "CONSOLE" not in done.stderr, "the page gave errors: " + done.stderr
     dom = done.stdout
@@ -71,20 +71,20 @@ def in_the_dark(page: Path, folder: Path) -> Path:
     return dark
 
 
-def test_dark_page_shows_light_text_and_all_curves(report: Path, tmp_path: Path) -> None:
+def test_browser_dark_page_shows_text_and_curves(report: Path, tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
     page = in_the_dark(report, tmp_path)
     chromium(page, tmp_path, "--window-size=1200,1600", f"--screenshot={picture}")
     pixels = matplotlib.image.imread(picture)[..., :3]
     assert np.median(pixels) < 0.15
     assert (pixels.min(axis=2) > 0.85).mean() < 0.05, "something is still a light page"
-    for color in (charts.DARK[color] for color in charts.COLORS[:2]):
+    for color in (svg.DARK[color] for color in svg.COLORS[:2]):
         wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
         assert (np.abs(pixels - wanted).max(axis=2) < 0.02).sum() > 200
 
 
 @pytest.mark.parametrize("device", ["desktop", "phone"])
-def test_it_shows_something_on_desktop_and_phone(report: Path, tmp_path: Path, device: str) -> None:
+def test_browser_renders_on_desktop_and_phone(report: Path, tmp_path: Path, device: str) -> None:
     picture = tmp_path / "page.png"
     page = report if device == "desktop" else phone(report, tmp_path)
     chromium(page, tmp_path, "--window-size=1200,1600", f"--screenshot={picture}")
@@ -100,7 +100,7 @@ def test_it_shows_something_on_desktop_and_phone(report: Path, tmp_path: Path, d
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])
-def test_a_phone_does_not_scroll_sideways(tmp_path: Path, count: int) -> None:
+def test_browser_phone_page_does_not_scroll_sideways(tmp_path: Path, count: int) -> None:
     """A script measures the widths; this copy of the page allows scripts. Wide tables scroll inside their own boxes."""
     folders = [make_run(tmp_path / f"{at}", name=f"run_{at}_" + 12 * "longword", steps=5) for at in range(count)]
     report = write_report(list(map(read_run, folders)), tmp_path / "report.html")

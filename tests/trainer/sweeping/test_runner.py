@@ -19,10 +19,10 @@ from scantling.cli import run
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw
 from scantling.laws.runs import read_runs
-from scantling.trainer.sweeping.grid import Case, cases
-from scantling.trainer.sweeping.runner import Outcome, Runner, Watcher
+from scantling.trainer.sweeping.grid import Case, expand_sweep
+from scantling.trainer.sweeping.runner import SweepCallback, SweepResult, SweepRunner
 from scantling.trainer.sweeping.schema import load_sweep
-from scantling.trainer.sweeping.table import read_table, row_of, write_table
+from scantling.trainer.sweeping.table import make_row, read_table, write_table
 from scantling.trainer.training.rundir import RunDir
 from tests.runs import command, popen, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
@@ -36,28 +36,28 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.trainer.sweeping.runner.subprocess", own)
 
 
-class Recorder(Watcher):
+class Recorder(SweepCallback):
     def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.told: list[str] = []
+        self.actions: list[str] = []
+        self.messages: list[str] = []
 
-    def begin(self, case: Case, what: str) -> None:
-        self.begun.append(f"{case.label} {what}")
+    def begin(self, case: Case, action: str) -> None:
+        self.actions.append(f"{case.label} {action}")
 
     def message(self, text: str) -> None:
-        self.told.append(text)
+        self.messages.append(text)
 
 
 class Impatient(Recorder):
-    """Watcher that stops the sweep as soon as a run begins."""
+    """Callback that stops the sweep as soon as a run starts."""
 
-    def begin(self, case: Case, what: str) -> None:
-        super().begin(case, what)
+    def begin(self, case: Case, action: str) -> None:
+        super().begin(case, action)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Insistent(Impatient):
-    """Watcher that stops it again at the message that it stops."""
+    """Callback that stops the sweep again at the message that it stops."""
 
     def message(self, text: str) -> None:
         super().message(text)
@@ -65,15 +65,15 @@ class Insistent(Impatient):
 
 
 def sweep(
-    folder: Path, content: dict[str, Any], *, retry: bool = False, watcher: Recorder | None = None
-) -> tuple[Outcome, list[str]]:
-    """Run a sweep in `folder`; return its outcome and the processes that it started."""
+    folder: Path, content: dict[str, Any], *, retry: bool = False, callback: Recorder | None = None
+) -> tuple[SweepResult, list[str]]:
+    """Run a sweep in `folder`; return its result and the processes that it started."""
     content = {"base": tiny_recipe(folder, train={"steps": 2}), "out": str(folder / "out"), **content}
     path = write_recipe(folder / "sweep.yaml", content)
     read, base = load_sweep(path)
-    grid = cases(read, base)
-    recorder = watcher or Recorder()
-    return Runner(read, grid, jobs=2, retry=retry, watcher=recorder).run(grid), recorder.begun
+    grid = expand_sweep(read, base)
+    recorder = callback or Recorder()
+    return SweepRunner(read, grid, jobs=2, retry=retry, callback=recorder).run(grid), recorder.actions
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("forked")
-def test_the_shipped_sweep_gives_a_table_for_fits(
+def test_shipped_sweep_table_can_be_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,11 +115,11 @@ def test_the_shipped_sweep_gives_a_table_for_fits(
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("forked")
-def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
+def test_run_records_failures_and_skips_finished_runs(tmp_path: Path) -> None:
     corpus, late = tmp_path / "corpus.txt", tmp_path / "late.txt"
     content: dict[str, Any] = {"axes": {"data.text": [str(corpus), str(late)]}}
-    outcome, begun = sweep(tmp_path, content)
-    assert begun == [f"text={corpus} begins", f"text={late} begins"]
+    outcome, actions = sweep(tmp_path, content)
+    assert actions == [f"text={corpus} starts", f"text={late} starts"]
     good, bad = table(tmp_path)
     assert (good["state"], good["error"], bad["state"], bad["loss"]) == ("done", "", "failed", "")
     assert "file not found" in bad["error"]
@@ -137,9 +137,9 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     }
     content["axes"]["train.steps"] = [2, 3]
     content["leave_out"] = [{"train.steps": 3, "data.text": str(late)}]
-    _, begun = sweep(tmp_path, content)
+    _, actions = sweep(tmp_path, content)
     old, new = (f"text={corpus} steps={steps}" for steps in (2, 3))
-    assert sorted(begun) == [f"{old} is evaluated", f"{new} begins", f"{new} is evaluated"]
+    assert sorted(actions) == [f"{old} evaluating", f"{new} evaluating", f"{new} starts"]
     rows = table(tmp_path)
     assert [row["state"] for row in rows] == ["done", "done", "failed"]
     assert rows[0]["loss"] == good["loss"]
@@ -154,34 +154,34 @@ def test_failures_are_rows_and_only_what_is_new_is_run(tmp_path: Path) -> None:
     write_corpus(late, seed=1)
     content["axes"]["train.steps"] = [2]
     del content["leave_out"]
-    _, begun = sweep(tmp_path, content)
-    assert begun == []
-    _, begun = sweep(tmp_path, content, retry=True)
-    assert begun == [f"text={late} steps=2 begins", f"text={late} steps=2 is evaluated"]
+    _, actions = sweep(tmp_path, content)
+    assert actions == []
+    _, actions = sweep(tmp_path, content, retry=True)
+    assert actions == [f"text={late} steps=2 starts", f"text={late} steps=2 evaluating"]
     assert [(row["train.steps"], row["state"]) for row in table(tmp_path)] == [(s, "done") for s in ("2", "2", "3")]
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 3
 
     # finished rows count even without their run folder
     before = table(tmp_path)
     shutil.rmtree(tmp_path / "out" / "runs")
-    _, begun = sweep(tmp_path, content)
-    assert begun == []
+    _, actions = sweep(tmp_path, content)
+    assert actions == []
     assert table(tmp_path) == before
 
 
-def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
+def test_run_keeps_rows_without_folders(tmp_path: Path) -> None:
     """Rows from another machine stay before and after changes of the base and the evaluations."""
     content = {"axes": {"train.steps": [2, 3]}, "after": {"quantize": {"formats": ["int4"]}}}
 
-    def runner(**changes: Any) -> Runner:
+    def runner(**changes: Any) -> SweepRunner:
         base = tiny_recipe(tmp_path, train={"seed": changes.pop("seed", 0)})
         recipe = {"base": base, "out": str(tmp_path / "out"), **content, **changes}
         read, base = load_sweep(write_recipe(tmp_path / "sweep.yaml", recipe))
-        return Runner(read, cases(read, base), watcher=Recorder())
+        return SweepRunner(read, expand_sweep(read, base), callback=Recorder())
 
     first = runner()
     figures = {"loss": "2.5", "post.int4": "2.75", "seconds": "1.000"}
-    written = [{**row_of(case, first._folder(case), "done"), **figures} for case in first.grid]
+    written = [{**make_row(case, first._folder(case), "done"), **figures} for case in first.grid]
     write_table(first.sweep.table_path, first.sweep.keys, ["post.int4"], written)
     before = table(tmp_path)
     assert runner().run([]).rows.keys() == {case.key for case in first.grid}
@@ -195,8 +195,8 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
     other = runner(seed=1, axes={"optim.lr": [0.001]})
     other.run([])
     assert table(tmp_path) == [{**row, "optim.lr": ""} for row in before]
-    assert isinstance(other.watcher, Recorder)
-    assert other.watcher.told == ["2 of the table's rows are of other grids, and stay in it"]
+    assert isinstance(other.callback, Recorder)
+    assert other.callback.messages == ["the table keeps 2 rows of other grids"]
     there = first._folder(first.grid[0])
     there.mkdir(parents=True)
     (there / "metrics.jsonl").touch()
@@ -212,10 +212,10 @@ def test_what_the_table_alone_holds_stays_in_it(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("forked")
-def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_run_stops_at_ctrl_c_and_resumes(tmp_path: Path) -> None:
     content = {"base": tiny_recipe(tmp_path), "axes": {"train.steps": [3000]}, "out": str(tmp_path / "out")}
     path = write_recipe(tmp_path / "sweep.yaml", content)
-    (case,) = cases(*load_sweep(path))
+    (case,) = expand_sweep(*load_sweep(path))
     folder = tmp_path / "out" / "runs" / case.key
     process = start(command(["sweep", path]))
     wait_for_step(folder / "metrics.jsonl", 3, process)
@@ -229,16 +229,16 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
     stopped_at = json.loads((folder / "result.json").read_text())["step"]
     assert (folder / "checkpoints" / f"step-{stopped_at}").is_dir()
 
-    outcome, begun = sweep(tmp_path, content, watcher=Impatient())
-    assert begun == ["steps=3000 goes on"]
+    outcome, actions = sweep(tmp_path, content, callback=Impatient())
+    assert actions == ["steps=3000 resumes"]
     assert outcome.stopped
     assert table(tmp_path) == [row]
 
     steps = sorted((folder / "checkpoints").iterdir())
     for step in steps:
         (step / "manifest.json").write_text("damaged")
-    outcome, begun = sweep(tmp_path, content)
-    assert begun == ["steps=3000 goes on"]
+    outcome, actions = sweep(tmp_path, content)
+    assert actions == ["steps=3000 resumes"]
     (row,) = table(tmp_path)
     assert row["state"] == "failed"
     assert "has no whole checkpoint to resume from" in row["error"]
@@ -246,89 +246,89 @@ def test_ctrl_c_leaves_all_in_order_and_the_same_command_goes_on(tmp_path: Path)
 
 
 @pytest.mark.dist
-def test_a_second_sigterm_ends_the_runs_and_waits_for_them(tmp_path: Path) -> None:
+def test_run_second_sigterm_ends_and_awaits_runs(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(KeyboardInterrupt):
-            sweep(tmp_path, {"axes": {"train.steps": [100_000]}}, watcher=Insistent())
+            sweep(tmp_path, {"axes": {"train.steps": [100_000]}}, callback=Insistent())
     finally:
         signal.signal(signal.SIGTERM, before)
     (folder,) = (tmp_path / "out" / "runs").iterdir()
     RunDir(folder).lock()
 
 
-def test_figures_of_other_settings_are_not_kept(tmp_path: Path) -> None:
+def test_read_rows_drops_metrics_of_other_settings(tmp_path: Path) -> None:
     pairs = {"files": str(tmp_path / "pairs.jsonl"), "limit": 100}
 
-    def runner(limit: int) -> Runner:
+    def runner(limit: int) -> SweepRunner:
         recipe = {"base": tiny_recipe(tmp_path), "out": str(tmp_path / "out"), "axes": {"train.steps": [2]}}
         after = {"minimal_pairs": {**pairs, "limit": limit}}
         read, base = load_sweep(write_recipe(tmp_path / "sweep.yaml", {**recipe, "after": after}))
-        return Runner(read, cases(read, base))
+        return SweepRunner(read, expand_sweep(read, base))
 
     first = runner(100)
     (case,) = first.grid
     folder = RunDir(first._folder(case))
     folder.path.mkdir(parents=True)
     folder.metrics.touch()
-    folder.after.write_text(json.dumps({"minimal_pairs": {"given": pairs, "figures": {"minimal_pairs": 0.5}}}))
-    row = {**row_of(case, folder.path, "done"), "loss": "2.5", "minimal_pairs": "0.5"}
+    folder.after.write_text(json.dumps({"minimal_pairs": {"given": pairs, "metrics": {"minimal_pairs": 0.5}}}))
+    row = {**make_row(case, folder.path, "done"), "loss": "2.5", "minimal_pairs": "0.5"}
     write_table(first.sweep.table_path, first.sweep.keys, ["minimal_pairs"], [row])
-    assert runner(100).states()[case.key]["minimal_pairs"] == "0.5"
-    assert not runner(5).states()[case.key].get("minimal_pairs")
+    assert runner(100).read_rows()[case.key]["minimal_pairs"] == "0.5"
+    assert not runner(5).read_rows()[case.key].get("minimal_pairs")
     folder.clear()
     assert not folder.after.exists()
 
 
-def test_what_others_are_at_is_left_out(tmp_path: Path) -> None:
+def test_run_skips_runs_of_other_processes(tmp_path: Path) -> None:
     content = {"axes": {"train.steps": [2]}}
     base = tiny_recipe(tmp_path, train={"steps": 2})
     path = write_recipe(tmp_path / "sweep.yaml", {"base": base, "out": str(tmp_path / "out"), **content})
-    (case,) = cases(*load_sweep(path))
+    (case,) = expand_sweep(*load_sweep(path))
     holder = RunDir(tmp_path / "out" / "runs" / case.key)
     holder.lock()
-    outcome, begun = sweep(tmp_path, content)
-    assert begun == []
+    outcome, actions = sweep(tmp_path, content)
+    assert actions == []
     assert [each.key for each in outcome.busy] == [case.key]
     assert table(tmp_path) == []
     whole = RunDir(tmp_path / "out")
     whole.lock()
-    with pytest.raises(UserError, match="another sweep is at work in"):
+    with pytest.raises(UserError, match="another sweep is running in"):
         sweep(tmp_path, content)
     whole.unlock()
     holder.unlock()
 
 
-def test_an_evaluation_that_cannot_be_done_is_known_before_the_first_run(tmp_path: Path) -> None:
+def test_run_checks_evaluations_first(tmp_path: Path) -> None:
     after: Mapping[str, str] = {"minimal_pairs": str(tmp_path / "nothing.jsonl")}
     with pytest.raises(UserError, match="minimal pairs: file not found"):
         sweep(tmp_path, {"axes": {"train.steps": [2]}, "after": after})
     assert not (tmp_path / "out").exists()
 
 
-def test_a_row_that_was_cut_is_no_run(tmp_path: Path) -> None:
+def test_read_table_refuses_cut_rows(tmp_path: Path) -> None:
     content = {"axes": {"train.steps": [2]}}
     sweep(tmp_path, content)
     path = tmp_path / "out" / "runs.csv"
     whole = path.read_text()
     for damaged in (whole.rstrip().rsplit(",", 3)[0], whole.rstrip() + ",more"):
         path.write_text(damaged)
-        with pytest.raises(UserError, match=r"row 1 of .* has not as many cells as the first line"):
+        with pytest.raises(UserError, match=r"row 1 of .* has a different number of cells than the header"):
             sweep(tmp_path, content)
         assert path.read_text() == damaged
     path.write_text(whole.rstrip() + '"cut within quotes\n')
     with pytest.raises(UserError, match="cannot read the table"):
         sweep(tmp_path, content)
     path.write_text(whole.splitlines()[0])
-    _, begun = sweep(tmp_path, content)
-    assert begun == []
+    _, actions = sweep(tmp_path, content)
+    assert actions == []
     assert path.read_text() == whole
 
 
-def test_another_table_is_not_written_over(tmp_path: Path) -> None:
+def test_run_does_not_overwrite_another_table(tmp_path: Path) -> None:
     other = tmp_path / "own.csv"
     other.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="is no table of a sweep"):
+    with pytest.raises(UserError, match="is not the table of a sweep"):
         sweep(tmp_path, {"axes": {"train.steps": [2]}, "table": str(other)})
     assert other.read_text() == "a,b\n1,2\n"
 
@@ -337,7 +337,7 @@ def test_another_table_is_not_written_over(tmp_path: Path) -> None:
     ("visible", "counted", "wanted"),
     [("4,7", 0, {"4", "7"}), (None, 2, {"0", "1"}), ("4", 0, {"4"}), ("", 0, {""}), (None, 1, {None})],
 )
-def test_jobs_are_spread_over_the_gpus(
+def test_run_spreads_jobs_over_gpus(
     visible: str | None, counted: int, wanted: set[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []

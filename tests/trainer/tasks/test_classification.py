@@ -19,15 +19,15 @@ from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.data.tokenizers import ByteTokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks.baselines import majority_accuracy
-from scantling.trainer.tasks.classification import Classification, Labelled, LabelledDataset, PaddedTexts
+from scantling.trainer.tasks.classification import Classification, LabeledDataset, LabeledText, PaddedTexts
 
 FIELDS = {"text": "premise", "pair": "hypothesis", "label": "label"}
 BYTES = ByteTokenizer()
 REAL = Path(os.environ.get("SCANTLING_DATA", "../shared/data")) / "nli"
 
 
-def example(text: bytes, pair: bytes | None, label: int) -> Labelled:
-    return Labelled(np.frombuffer(text, np.uint8), None if pair is None else np.frombuffer(pair, np.uint8), label)
+def example(text: bytes, pair: bytes | None, label: int) -> LabeledText:
+    return LabeledText(np.frombuffer(text, np.uint8), None if pair is None else np.frombuffer(pair, np.uint8), label)
 
 
 def pairs(folder: Path, count: int = 300) -> str:
@@ -70,7 +70,7 @@ def test_batches_are_padded_to_their_longest() -> None:
 def test_datasets_give_back_the_documents(tmp_path: Path) -> None:
     data = Classification().prepare(DataSection(jsonl=pairs(tmp_path), fields=FIELDS, seq_len=20, heldout=0.1), seed=0)
     assert data.labels == ["c", "e", "n"]
-    assert isinstance(data.train, LabelledDataset)
+    assert isinstance(data.train, LabeledDataset)
     assert data.heldout is not None
     rows = [data.train[n] for n in range(len(data.train))] + [data.heldout[n] for n in range(len(data.heldout))]
     words = {"c": "never", "n": "some", "e": "outdoors"}

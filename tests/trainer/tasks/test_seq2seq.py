@@ -15,8 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.errors import RecipeError, UserError
-from scantling.trainer.data.batch import Batch
-from scantling.trainer.data.loader import eval_batches
+from scantling.trainer.data.loader import Batch, eval_batches
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks.seq2seq import Seq2Seq

@@ -239,10 +239,10 @@ def test_an_encoder_decoder_needs_the_end_where_it_answers(tmp_path: Path, monke
 
 
 def test_a_text_without_tokens_is_padding(tmp_path: Path) -> None:
-    from scantling.trainer.tasks.classification import Labelled, PaddedTexts
+    from scantling.trainer.tasks.classification import LabeledText, PaddedTexts
 
     tokenizer = load_tokenizer(str(made_tokenizer(tmp_path / "t", "gpt2"))).with_padding()
-    empty = Labelled(np.array([], dtype=np.int64), None, 0)
+    empty = LabeledText(np.array([], dtype=np.int64), None, 0)
     batch = PaddedTexts(tokenizer, 16)([(0, 0, empty)])
     assert batch.inputs["input_ids"].tolist() == [[IDS["</s>"]]]
     assert batch.inputs["attention_mask"].tolist() == [[1]]

@@ -12,7 +12,7 @@ import torch
 
 import scantling as sc
 from scantling.errors import NonFiniteError, RecipeError, UserError
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.training import graph as graphs
 from scantling.trainer.training.step import Stepper
 from tests.runs import records, tiny_recipe

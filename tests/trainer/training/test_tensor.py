@@ -61,7 +61,7 @@ def test_the_planned_size_is_the_first_and_the_target_the_last(tmp_path: Path) -
     assert len(ranks) > 2
     assert sum(map(sum, ranks[-1].values())) < sum(map(sum, ranks[0].values()))
     page = (result.run_dir / "report.html").read_text()
-    assert "Size of the cores" in page
+    assert "TT parameters" in page
     assert "Mean rank of each layer at the end" in page
 
     run = load_trained(result.run_dir)

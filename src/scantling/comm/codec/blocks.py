@@ -1,8 +1,8 @@
-"""Matrices cut into blocks of one size, padded with zeros where they do not fit.
+"""Division of matrices into blocks of one size, with zero padding at the edges.
 
-A side of L is cut into ceil(L / chunk) parts of equal length, the last of which is padded: never by as much as there
-are parts, and no length is bad, a prime one neither. `divisor_side` is the rule of the published code instead, the
-largest divisor up to the chunk, which gives blocks of one number where the length is prime (arXiv 2411.19870).
+A side of length L is divided into ceil(L / chunk) parts of equal length. The last part is padded, by fewer elements
+than there are parts, so that every length works, prime lengths too. `divisor_side` is the rule of the published code:
+the largest divisor up to the chunk, which is 1 for a prime length (arXiv 2411.19870).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from scantling.groups import MatrixDims
 
 CACHED = 1 << 18
-"""Numbers of blocks that a CPU's cache has room for beside what is made of them."""
+"""Elements that fit into a CPU's cache together with the result of an operation on them."""
 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A parameter as a stack of matrices, each cut into blocks.
+    """Division of a parameter, seen as a stack of matrices, into blocks.
 
     Attributes:
-        shape: of the parameter, or of the part of it that this process holds.
-        view: (row dims, column dims); the dims in neither count the matrices of the stack.
+        shape: of the parameter, or of this process's shard.
+        view: (row dims, column dims); the other dims index the matrices of the stack.
         height, width: of a block.
     """
 
@@ -50,17 +50,17 @@ class BlockGrid:
 
     @cached_property
     def down(self) -> int:
-        """Blocks below each other."""
+        """Blocks along the rows' dim."""
         return -(-self.rows // self.height) if self.rows else 0
 
     @cached_property
     def across(self) -> int:
-        """Blocks beside each other."""
+        """Blocks along the columns' dim."""
         return -(-self.cols // self.width) if self.cols else 0
 
     @cached_property
     def count(self) -> int:
-        """Blocks in all."""
+        """Number of blocks."""
         return self.stack * self.down * self.across
 
     @cached_property
@@ -77,7 +77,7 @@ class BlockGrid:
         return self.down * self.height > self.rows or self.across * self.width > self.cols
 
     def to_blocks(self, value: Tensor, out: Tensor | None = None) -> Tensor:
-        """The blocks of a tensor of `shape`: (count, height, width), in `out` where that is given, in its dtype."""
+        """Return the blocks of a tensor of `shape`: (count, height, width); written to `out` if given, in its dtype."""
         if out is None:
             out = value.new_empty(self.count, self.height, self.width)
         if self.height == self.width == 1:
@@ -92,25 +92,25 @@ class BlockGrid:
         return out
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
-        """The tensor of `shape` that blocks are of; what is in the padding is dropped."""
+        """Return the tensor of `shape` that has these blocks; padding is dropped."""
         if self.height == self.width == 1:
             return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
         parts = blocks.view(self.stack, self.down, self.across, self.height, self.width).transpose(2, 3)
-        whole = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
-        matrices = whole[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in self._order])
+        padded = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
+        matrices = padded[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in self._order])
         return matrices.permute(self._inverse)
 
-    def lies_flat(self, value: Tensor) -> bool:
-        """Whether a tensor of `shape` has the rows of its matrices one after the other in memory."""
+    def is_row_major(self, value: Tensor) -> bool:
+        """Return True if the rows of all matrices of a tensor of `shape` follow each other in memory."""
         return value.is_contiguous() and self._order == sorted(self._order)
 
-    def add(self, index: Tensor, values: Tensor, to: Tensor) -> None:
-        """Add some numbers of each block to a tensor of `shape`; what is in the padding is dropped.
+    def scatter_add(self, index: Tensor, values: Tensor, to: Tensor) -> None:
+        """Add elements of each block to a tensor of `shape` in place; padding is dropped.
 
         Args:
-            index: (count, k) places in a flattened block, int64, of which no two of a row are the same.
+            index: (count, k) int64 positions in a flattened block, distinct within a block.
             values: (count, k).
-            to: a tensor for which `lies_flat`.
+            to: a tensor for which `is_row_major` holds.
         """
         block = torch.arange(self.count, device=index.device)[:, None]
         within, across = block // self.across, block % self.across
@@ -119,18 +119,18 @@ class BlockGrid:
         if self.is_padded:
             values = values * ((row < self.rows) & (column < self.cols))
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.cols - 1)
-        place = ((within // self.down) * self.rows + row) * self.cols + column
-        to.view(-1).scatter_add_(0, place.flatten(), values.flatten())
+        flat = ((within // self.down) * self.rows + row) * self.cols + column
+        to.view(-1).scatter_add_(0, flat.flatten(), values.flatten())
 
 
 def make_grid(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: bool = False) -> BlockGrid:
-    """The grid of a parameter.
+    """Return the grid of a parameter.
 
     Args:
-        shape: of it.
+        shape: of the parameter.
         view: (row dims, column dims).
         chunk: longest side of a block.
-        divide: sides as in the published code: divisors, no padding.
+        divide: use divisors as sides, without padding, as in the published code.
     """
     rows, cols = (prod(shape[dim] for dim in dims) for dims in view)
     side = divisor_side if divide else even_side
@@ -138,16 +138,16 @@ def make_grid(shape: tuple[int, ...], view: MatrixDims, chunk: int, *, divide: b
 
 
 def even_side(length: int, chunk: int) -> int:
-    """The side of blocks that cut a length into as few equal parts as a chunk allows."""
+    """Return the side of blocks that divide a length into as few equal parts as a chunk allows."""
     return -(-length // max(1, -(-length // chunk)))
 
 
 def divisor_side(length: int, chunk: int) -> int:
-    """The largest divisor of a length that is at most the chunk."""
+    """Return the largest divisor of a length that is at most the chunk."""
     return next(side for side in range(min(length, chunk), 0, -1) if length % side == 0) if length else 0
 
 
-def slices(blocks: Tensor) -> Sequence[Tensor]:
-    """Blocks, counted by the first dim, as many at a time as a CPU's cache holds; all at once on other devices."""
+def split_for_cache(blocks: Tensor) -> Sequence[Tensor]:
+    """Split blocks (count, ...) into parts that fit into a CPU's cache; on other devices there is one part."""
     size = max(1, blocks.shape[1:].numel())
     return torch.split(blocks, max(1, CACHED // size)) if blocks.device.type == "cpu" else [blocks]

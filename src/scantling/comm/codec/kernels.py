@@ -1,7 +1,7 @@
-"""The codec's work on blocks on a GPU, a program for each block of a channel, in Triton.
+"""Triton kernels of the codec, with one program per block of a block group.
 
-A program finds in a table which parameter its block is of. It reads the block once, where it lies; the transform, and
-the search for the largest coefficients, are between that and what it writes.
+A program looks up the parameter of its block in a table. It reads the block from the parameter once, transforms it or
+searches for its largest coefficients on chip, and writes the result.
 
 Launched by triton.py; the PyTorch versions are in blocks.py, dct.py and topk.py.
 """
@@ -29,13 +29,13 @@ _ACROSS: tl.constexpr = tl.constexpr(FIELDS.index("across"))
 
 @triton.jit
 def _corner(table, owners, height: tl.constexpr, width: tl.constexpr):
-    """Of this program's block: its fields, and the matrix, row and column where it begins."""
+    """Return the table row of this program's block, and the matrix, row and column of its first element."""
     block = tl.program_id(0)
     fields = table + tl.load(owners + block) * _WIDTH
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
-    place = block - tl.load(fields + _FIRST)
-    matrix, place = place // (down * across), place % (down * across)
-    return fields, matrix, place // across * height, place % across * width
+    index = block - tl.load(fields + _FIRST)
+    matrix, index = index // (down * across), index % (down * across)
+    return fields, matrix, index // across * height, index % across * width
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _elements(
     table, owners, height: tl.constexpr, width: tl.constexpr, down: tl.constexpr, across: tl.constexpr,
     aligned: tl.constexpr,
 ):  # fmt: skip
-    """Fields, places of the block's numbers in the tensor, which there are, and rows and columns within the block."""
+    """Return the table row, offsets and mask of the block's elements in the tensor, rows and columns."""
     fields, matrix, first_row, first_col = _corner(table, owners, height, width)
     rows, cols = tl.load(fields + _ROWS), tl.load(fields + _COLS)
     if aligned:
@@ -57,28 +57,28 @@ def _elements(
 
 @triton.jit
 def _square(basis, side: tl.constexpr):
-    place = tl.arange(0, side)
-    return tl.load(basis + place[:, None] * side + place[None, :])
+    i = tl.arange(0, side)
+    return tl.load(basis + i[:, None] * side + i[None, :])
 
 
 @triton.jit
 def select(
-    table, owners, down_basis, across_basis, index, values, kept, decay, gradient: tl.constexpr, height: tl.constexpr,
+    table, owners, down_basis, across_basis, index, values, k, decay, gradient: tl.constexpr, height: tl.constexpr,
     width: tl.constexpr, down: tl.constexpr, across: tl.constexpr, transformed: tl.constexpr,
     precision: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
-    """r <- g + decay r, and the `kept` largest numbers of each block of it, or of its transform, in ascending places.
+    """Update r <- g + decay r, and select the k largest elements of each block or of its transform, by ascending index.
 
     Args:
-        down_basis, across_basis: (down, down) and (across, across), rows and columns of zeros where a block is smaller.
-        index, values: (blocks, kept), what is selected.
+        down_basis, across_basis: (down, down) and (across, across), padded with zeros.
+        index, values: (blocks, k), written.
         gradient: dtype of the gradients.
-        height, width: of a block; `down` and `across` are powers of 2 that are at least as large.
+        height, width: of a block; `down` and `across` are powers of 2 of at least that size.
         precision: of products, as of `tl.dot`.
     """
-    fields, place, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
-    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + place
-    g = tl.load(pointer(table, fields + _GRADIENT, gradient, aligned) + place, inside, other=0.0).to(tl.float32)
+    fields, offset, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
+    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + offset
+    g = tl.load(pointer(table, fields + _GRADIENT, gradient, aligned) + offset, inside, other=0.0).to(tl.float32)
     x = g + decay * tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
     if transformed:
@@ -86,15 +86,15 @@ def select(
         x = tl.dot(x, tl.trans(_square(across_basis, across)), input_precision=precision)
     known = (i < height)[:, None] & (j < width)[None, :]
     key = tl.where(known, tl.abs(x).to(tl.int32, bitcast=True), -1)
-    least = 0  # what `kept` keys reach, bit by bit from the highest: they are ordered as the magnitudes are
+    least = 0  # k-th largest key, found bit by bit: as integers, magnitudes keep their order
     for step in range(31):
         trial = least | (1 << (30 - step))
         reached = tl.sum(tl.sum((key >= trial).to(tl.int32), 1), 0)
-        least = tl.where(reached >= kept, trial, least)
+        least = tl.where(reached >= k, trial, least)
     flat = tl.reshape(key, (down * across,))
     above, equal = (flat > least).to(tl.int32), (flat == least).to(tl.int32)
-    chosen = (above == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= kept - tl.sum(above, 0)))
-    position = tl.program_id(0).to(tl.int64) * kept + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    chosen = (above == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= k - tl.sum(above, 0)))
+    position = tl.program_id(0).to(tl.int64) * k + tl.cumsum(chosen.to(tl.int32), 0) - 1
     within = tl.reshape(i[:, None] * width + j[None, :], (down * across,))
     tl.store(index + position, within.to(tl.int64), chosen)
     tl.store(values + position, tl.reshape(x, (down * across,)), chosen)
@@ -102,15 +102,15 @@ def select(
 
 @triton.jit
 def add_transformed(
-    table, owners, down_basis, across_basis, index, values, count, alpha, height: tl.constexpr, width: tl.constexpr,
-    down: tl.constexpr, across: tl.constexpr, begins: tl.constexpr, precision: tl.constexpr, aligned: tl.constexpr,
+    table, owners, down_basis, across_basis, index, values, count, scale, height: tl.constexpr, width: tl.constexpr,
+    down: tl.constexpr, across: tl.constexpr, overwrite: tl.constexpr, precision: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
-    """Add alpha times the inverse transform of a few coefficients of each block; `begins` writes it in their place.
+    """Add scale times the inverse transform of a few coefficients of each block; `overwrite` writes instead.
 
     Args:
-        index, values: (blocks, count); those of one place are added in their order.
+        index, values: (blocks, count); equal indices of a block are added in order.
     """
-    fields, place, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
+    fields, offset, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
     coefficients = tl.zeros((down, across), tl.float32)
     first = tl.program_id(0).to(tl.int64) * count
     for n in range(count):
@@ -118,30 +118,30 @@ def add_transformed(
         here = (i == at // width)[:, None] & (j == at % width)[None, :]
         coefficients += tl.where(here, tl.load(values + first + n), 0.0)
     x = tl.dot(tl.trans(_square(down_basis, down)), coefficients, input_precision=precision)
-    x = tl.dot(x, _square(across_basis, across), input_precision=precision) * alpha
-    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + place
-    if not begins:
+    x = tl.dot(x, _square(across_basis, across), input_precision=precision) * scale
+    target = pointer(table, fields + _TENSOR, tl.float32, aligned) + offset
+    if not overwrite:
         x += tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
 
 
 @triton.jit
 def add_numbers(
-    table, owners, index, values, count, first, kept, alpha, height: tl.constexpr, width: tl.constexpr,
+    table, owners, index, values, count, first, k, scale, height: tl.constexpr, width: tl.constexpr,
     size: tl.constexpr,
 ):  # fmt: skip
-    """Add alpha times some numbers of each block, those from `first` on, of which no two have one place.
+    """Add scale times the elements from `first` on of each block; their indices must differ.
 
     Args:
         index, values: (blocks, count).
-        kept: how many are added; `size` is a power of 2 that is at least as large.
+        k: number of elements to add; `size` is a power of 2 of at least k.
     """
     fields, matrix, first_row, first_col = _corner(table, owners, height, width)
     rows, cols = tl.load(fields + _ROWS), tl.load(fields + _COLS)
     n = tl.arange(0, size)
     source = tl.program_id(0).to(tl.int64) * count + first + n
-    at = tl.load(index + source, n < kept, other=0)
+    at = tl.load(index + source, n < k, other=0)
     row, col = first_row + at // width, first_col + at % width
-    there = (n < kept) & (row < rows) & (col < cols)
+    there = (n < k) & (row < rows) & (col < cols)
     target = pointer(table, fields + _TENSOR, tl.float32, False) + (matrix * rows + row) * cols + col
-    tl.store(target, tl.load(target, there) + alpha * tl.load(values + source, there), there)
+    tl.store(target, tl.load(target, there) + scale * tl.load(values + source, there), there)

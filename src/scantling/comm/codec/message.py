@@ -1,9 +1,9 @@
-"""One message: a header, and sections behind it.
+"""Messages: a header and a body.
 
     magic 4 | version 2 | valid 2 | epoch 4 | step 4 | rank 4 | configuration 4 | checksum 8
 
-32 bytes, little-endian. `valid` is 0 where the sender has nothing to say, since its gradients are NaN or Inf. The
-checksum is over all of the message but itself.
+The header has 32 bytes, little-endian. `epoch` is the id of the membership (quorum). `valid` is 0 if the sender's
+gradients are NaN or Inf: its message is then ignored. The checksum covers all other bytes of the message.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from scantling.numerics.bits import checksum
 MAGIC, VERSION = b"SCTL", 2
 _FORMAT = struct.Struct("<4sHHIIII")
 HEADER_BYTES = _FORMAT.size + 8
-_ALONE = (
-    "Was an option or what is frozen changed, or a state loaded, on one rank alone? All must do it before the same step"
-)
+_ADVICE = "If one rank changed options, froze parameters or loaded a state, all ranks must do so before the same step"
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Who sent a message, when, and whether it counts.
+    """Sender, step and validity of a message.
 
     Attributes:
-        valid: whether what follows is to be used.
-        epoch: of the membership.
-        step: of the sender.
-        rank: of the sender in its group.
-        configuration: a hash of what both sides must agree on.
+        valid: True if the body is to be used.
+        epoch: id of the membership.
+        step: the sender's step.
+        rank: the sender's rank in its group.
+        configuration: hash of the options and shapes that all replicas must share.
     """
 
     valid: bool
@@ -46,7 +44,7 @@ class Header:
 
 
 def pack_message(header: Header, body: Tensor) -> Tensor:
-    """A message: (`HEADER_BYTES` + n,) uint8, of a body of n uint8."""
+    """Return a message, (`HEADER_BYTES` + n,) uint8, with a body of n bytes."""
     fields = (header.epoch, header.step & 0xFFFFFFFF, header.rank, header.configuration)
     head = _FORMAT.pack(MAGIC, VERSION, int(header.valid), *fields)
     front = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(body.device, non_blocking=True)
@@ -54,50 +52,50 @@ def pack_message(header: Header, body: Tensor) -> Tensor:
 
 
 def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
-    """Headers and bodies of messages; one copy to the host for all of them.
+    """Return headers and bodies of messages; the headers take one copy to the host.
 
     Raises:
-        PayloadError: one of them is damaged or no message.
+        PayloadError: a message is damaged or has another format.
     """
     for sender, message in enumerate(messages):
         if message.numel() < HEADER_BYTES:
-            raise PayloadError(f"rank {sender} sent {message.numel()} bytes, which is less than a header. {_ALONE}")
+            raise PayloadError(f"rank {sender} sent {message.numel()} bytes, less than a header. {_ADVICE}")
     fronts = [message[: _FORMAT.size] for message in messages]
     bodies = [message[HEADER_BYTES:] for message in messages]
     sums = torch.stack([checksum(torch.cat(parts)) for parts in zip(fronts, bodies, strict=True)])
     heads = torch.stack([message[:HEADER_BYTES] for message in messages])
     wanted = heads[:, _FORMAT.size :].clone().view(torch.int64)
-    facts = torch.cat([heads, (sums == wanted).to(torch.uint8)], dim=1).cpu()
-    found = []
-    for sender, row in enumerate(facts):
+    rows = torch.cat([heads, (sums == wanted).to(torch.uint8)], dim=1).cpu()
+    parsed = []
+    for sender, row in enumerate(rows):
         magic, version, valid, epoch, step, rank, configuration = _FORMAT.unpack(bytes(row[: _FORMAT.size].tolist()))
         if magic != MAGIC or version != VERSION:
             sent = f"{magic!r} of version {version}, not {MAGIC!r} of version {VERSION}"
-            raise PayloadError(f"rank {sender} sent {sent}. {_ALONE}")
+            raise PayloadError(f"rank {sender} sent {sent}. {_ADVICE}")
         if not row[-1]:
-            raise PayloadError(f"the message of rank {sender} was damaged on its way: its checksum is wrong")
-        found.append(Header(bool(valid), epoch, step, rank, configuration))
-    return found, bodies
+            raise PayloadError(f"the message of rank {sender} was damaged in transit: its checksum is wrong")
+        parsed.append(Header(bool(valid), epoch, step, rank, configuration))
+    return parsed, bodies
 
 
 def check_headers(headers: Sequence[Header], own: Header) -> None:
-    """Whether the messages of all ranks belong to one step of one run.
+    """Raise if the messages of all ranks do not belong to one step of one run.
 
     Args:
-        headers: of rank 0, 1, ....
-        own: of this rank.
+        headers: of ranks 0, 1, and so on.
+        own: header of this rank.
 
     Raises:
-        PayloadError: names the rank and what is different there.
+        PayloadError: names the rank and the field that differs.
     """
     for sender, header in enumerate(headers):
-        facts = {
+        compared = {
             "rank": (header.rank, sender),
             "epoch": (header.epoch, own.epoch),
             "step": (header.step, own.step & 0xFFFFFFFF),
             "configuration": (f"{header.configuration:08x}", f"{own.configuration:08x}"),
         }
-        for name, (theirs, ours) in facts.items():
+        for name, (theirs, ours) in compared.items():
             if theirs != ours:
                 text = f"rank {sender} sent a message of {name} {theirs}; rank {own.rank} expects {ours}"
-                raise PayloadError(f"{text}. {_ALONE}")
+                raise PayloadError(f"{text}. {_ADVICE}")

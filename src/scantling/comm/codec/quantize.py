@@ -1,47 +1,44 @@
-"""Real numbers in few bits: rows of them, each row with one scale where the format needs one.
+"""Quantization of rows of values for messages, with one scale per row if the format needs one.
 
-    fp32, bf16    as they are, 4 or 2 bytes
+    fp32, bf16    unchanged or rounded, 4 or 2 bytes
     int8          round(127 v / m), m the largest magnitude of the row
     int4          round(7 v / m)
     sign          one bit, and the mean magnitude of the row
 
-Scales are bf16, which has the range of fp32. What quantisation loses is known to whoever quantised: `dequantise` of the
-codes is what the others get, so that an error-feedback method can keep the difference.
+Scales are bf16, which has the range of fp32. The sender knows the error: `dequantize` of its own codes is what the
+receivers decode, so that error feedback can keep the difference.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
-
 import torch
 from torch import Tensor
 
+from scantling.comm.config import Values
 from scantling.numerics.bits import pack, packed_bytes, unpack
-
-Values: TypeAlias = Literal["fp32", "bf16", "int8", "int4", "sign"]
-VALUES: tuple[Values, ...] = get_args(Values)
+from scantling.numerics.block_quantizer import BlockQuantizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Of the formats that are dtypes of torch."""
+"""Formats that are dtypes of torch."""
 _BITS: dict[Values, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "sign": 1}
 _SCALE_BYTES = 2
 
 
 def quantized_bytes(rows: int, length: int, values: Values) -> int:
-    """Bytes that `quantise` makes of (rows, length) numbers."""
+    """Return the bytes of `quantize` for (rows, length) values."""
     scales = 0 if values in ("fp32", "bf16") else rows * _SCALE_BYTES
     return packed_bytes(rows * length, _BITS[values]) + scales
 
 
 def quantize(value: Tensor, values: Values) -> Tensor:
-    """Codes and scales of rows.
+    """Quantize rows.
 
     Args:
         value: (rows, length) fp32, finite.
         values: the format.
 
     Returns:
-        `quantised_bytes(rows, length, values)` uint8: all codes, then all scales.
+        `quantized_bytes(rows, length, values)` uint8: all codes, then all scales.
     """
     if values == "fp32":
         return value.float().contiguous().flatten().view(torch.uint8)
@@ -52,29 +49,28 @@ def quantize(value: Tensor, values: Values) -> Tensor:
         scale = (size.mean(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         codes = pack((value > 0).flatten(), 1)
     else:
-        most = 127 if values == "int8" else 7
+        quantizer = BlockQuantizer(_BITS[values])
         scale = (size.amax(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
-        divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
-        steps = (value / divisor[:, None] * most).round().clamp(-most, most)
-        codes = pack((steps.to(torch.int32) + most + 1).flatten(), _BITS[values])
+        signed = quantizer.encode(value, scale.float()).to(torch.int32)
+        codes = pack((signed + quantizer.levels + 1).flatten(), _BITS[values])
     return torch.cat([codes, scale.view(torch.uint8)])
 
 
 def dequantize(packed: Tensor, rows: int, length: int, values: Values) -> Tensor:
-    """What `quantise` stands for: (rows, length) fp32."""
+    """Return the values that `quantize` encoded: (rows, length) fp32."""
     if values == "fp32":
         return _view(packed, torch.float32).view(rows, length)
     if values == "bf16":
         return _view(packed, torch.bfloat16).float().view(rows, length)
-    cut = packed_bytes(rows * length, _BITS[values])
-    codes = unpack(packed[:cut], rows * length, _BITS[values]).view(rows, length)
-    scale = _view(packed[cut:], torch.bfloat16).float()[:, None]
+    start = packed_bytes(rows * length, _BITS[values])
+    codes = unpack(packed[:start], rows * length, _BITS[values]).view(rows, length)
+    scale = _view(packed[start:], torch.bfloat16).float()
     if values == "sign":
-        return (2 * codes - 1) * scale
-    most = 127 if values == "int8" else 7
-    return (codes - (most + 1)) * (scale / most)
+        return (2 * codes - 1) * scale[:, None]
+    quantizer = BlockQuantizer(_BITS[values])
+    return quantizer.decode(codes - (quantizer.levels + 1), scale)
 
 
 def _view(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers; a copy, since bytes in a buffer are not aligned."""
+    """View bytes as values; copied, since bytes in a message are not aligned."""
     return packed.clone().view(dtype)

@@ -1,7 +1,7 @@
-"""The codec's work on blocks on a GPU, one launch a channel, by the kernels of `kernels/blocks_gpu.py`.
+"""Launch the Triton kernels of `kernels.py`: one launch per block group instead of several operations per parameter.
 
-What `Channel.cut`, `dct`, `Section.select`, `Channel.paste` and `Grid.add` do in some operations for each parameter,
-with a pass through memory for each. Without Triton, or with SCANTLING_NATIVE=0, those do it on a GPU too.
+They fuse `BlockGroup.to_blocks`, `dct`, `TopKCodec.select`, `BlockGroup.from_blocks` and `BlockGrid.scatter_add`, each
+of which passes over memory. Without Triton, or with SCANTLING_NATIVE=0, a GPU uses these PyTorch versions.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 MOST_SIDE = 64
-"""Of a block that a program holds."""
+"""Largest side of a block that fits into one program."""
 MOST_TERMS = 64
-"""Coefficients of a block that are transformed back one by one."""
+"""Most coefficients of a block that are scattered one by one before the inverse transform."""
 _LEAST_SIDE = 16
-"""Of the factors of a product."""
+"""Smallest side of a `tl.dot` operand."""
 
 
 def can_select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether `select` knows these tensors of a channel's members."""
-    if not _knows(block_group, residuals) or block_group.spec.codec.is_dense:
+    """Return True if `select` supports these tensors of a block group's parameters."""
+    if not _is_supported(block_group, residuals) or block_group.spec.codec.is_dense:
         return False
     dtypes = {gradient.dtype for gradient in gradients}
     return len(dtypes) == 1 and dtypes <= set(FLOATS) and all(map(Tensor.is_contiguous, gradients))
 
 
 def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Take gradients into residuals, r <- g + decay r, and select from them what the channel sends.
+    """Add gradients to residuals, r <- g + decay r, and select the coefficients to send.
 
     Args:
-        channel: whose members' tensors these are, in their order.
+        block_group: the tensors are those of its parameters, in order.
         residuals: fp32; overwritten.
         gradients: of one dtype.
 
     Returns:
-        Index and values, as of `Section.select`.
+        Index and values, as `TopKCodec.select`.
     """
     from scantling.comm.codec import kernels
 
     spec, device = block_group.spec, residuals[0].device
-    plan = _plan_of(block_group, device)
-    index = torch.empty(block_group.count, spec.codec.kept, dtype=torch.int64, device=device)
-    values = torch.empty(block_group.count, spec.codec.kept, device=device)
+    plan = _make_plan(block_group, device)
+    index = torch.empty(block_group.count, spec.codec.k, dtype=torch.int64, device=device)
+    values = torch.empty(block_group.count, spec.codec.k, device=device)
     table = plan.selecting.upload(_fields(block_group, residuals, gradients), device)
     with device_context(table):
         kernels.select[(block_group.count,)](
-            *(table, plan.owners, plan.down, plan.across, index, values, spec.codec.kept, spec.decay),
+            *(table, plan.owners, plan.down, plan.across, index, values, spec.codec.k, spec.decay),
             gradient=triton_dtype(gradients[0].dtype),
             transformed=spec.transformed,
             precision=_precision(block_group),
@@ -71,68 +71,68 @@ def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequ
 
 
 def can_add(block_group: BlockGroup, values: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether `add` knows these tensors of a channel's members."""
-    return _knows(block_group, tensors) and (not block_group.spec.transformed or values.shape[1] <= MOST_TERMS)
+    """Return True if `add` supports these tensors of a block group's parameters."""
+    return _is_supported(block_group, tensors) and (not block_group.spec.transformed or values.shape[1] <= MOST_TERMS)
 
 
 def add(
     block_group: BlockGroup,
     index: Tensor,
     values: Tensor,
-    alpha: float,
+    scale: float,
     tensors: Sequence[Tensor],
     *,
-    begins: bool = False,
+    overwrite: bool = False,
 ) -> None:
-    """Add what a section sent, or several did beside each other, times alpha, to tensors of a channel's members.
+    """Decode coefficients of one sender or several side by side, and add them times `scale` to tensors.
 
     Args:
-        channel: whose members' tensors these are, in their order.
-        index, values: (blocks, count), as of `Section.select`, `kept` of each sender.
-        alpha: factor.
+        block_group: the tensors are those of its parameters, in order.
+        index, values: (blocks, senders * k).
+        scale: factor.
         tensors: fp32.
-        begins: write in place of what is there, which need not be set.
+        overwrite: write the tensors instead of adding to them.
     """
     from scantling.comm.codec import kernels
 
     spec, device = block_group.spec, tensors[0].device
-    plan = _plan_of(block_group, device)
-    sent = plan.beginning if begins else plan.adding
+    plan = _make_plan(block_group, device)
+    sent = plan.overwriting if overwrite else plan.adding
     table = sent.upload(_fields(block_group, tensors, ()), device)
     index, values = index.contiguous(), values.contiguous()
     own, count = (block_group.count,), values.shape[1]
     with device_context(table):
         if spec.transformed:
             kernels.add_transformed[own](
-                *(table, plan.owners, plan.down, plan.across, index, values, count, alpha),
-                begins=begins,
+                *(table, plan.owners, plan.down, plan.across, index, values, count, scale),
+                overwrite=overwrite,
                 precision=_precision(block_group),
                 aligned=_are_aligned(block_group, tensors),
                 **_shape(block_group),
             )
             return
-        if begins:
+        if overwrite:
             foreach_zero_(list(tensors))
-        kept, size = spec.codec.kept, 1 << width_for(spec.codec.kept)
-        for first in range(0, count, kept):  # one sender at a time
+        k, size = spec.codec.k, 1 << width_for(spec.codec.k)
+        for first in range(0, count, k):  # one sender at a time: its indices are distinct
             kernels.add_numbers[own](
-                *(table, plan.owners, index, values, count, first, kept, alpha, spec.height, spec.width, size)
+                *(table, plan.owners, index, values, count, first, k, scale, spec.height, spec.width, size)
             )
 
 
 class _Plan(NamedTuple):
-    """Of a channel on a device: the parameter of each block, both bases, and the tables of its launches."""
+    """Constants of a block group on a device: the parameter of each block, both bases, and a table per launch."""
 
     owners: Tensor
     down: Tensor
     across: Tensor
     selecting: DeviceTable
-    beginning: DeviceTable
+    overwriting: DeviceTable
     adding: DeviceTable
 
 
 @lru_cache(maxsize=1024)
-def _plan_of(block_group: BlockGroup, device: torch.device) -> _Plan:
+def _make_plan(block_group: BlockGroup, device: torch.device) -> _Plan:
     shape = _shape(block_group)
     owners = program_owners([slot.grid.count for slot in block_group.slots], device)
     down = _padded_basis(shape["height"], shape["down"], device)
@@ -146,7 +146,7 @@ def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
 
 
 def _shape(block_group: BlockGroup) -> dict[str, int]:
-    """Sides of blocks, and powers of 2 that hold them."""
+    """Return the sides of blocks, and the powers of 2 that hold them."""
     height, width = block_group.spec.height, block_group.spec.width
     down, across = (max(_LEAST_SIDE, 1 << width_for(side)) for side in (height, width))
     return {"height": height, "width": width, "down": down, "across": across}
@@ -165,7 +165,7 @@ def _fields(block_group: BlockGroup, tensors: Sequence[Tensor], gradients: Seque
     )
 
 
-def _knows(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
+def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
     spec = block_group.spec
     return (
         bool(tensors)
@@ -173,17 +173,17 @@ def _knows(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
         and spec.is_matrix
         and max(spec.height, spec.width) <= MOST_SIDE
         and all(tensor.dtype == torch.float32 for tensor in tensors)
-        and all(slot.grid.lies_flat(tensor) for slot, tensor in zip(block_group.slots, tensors, strict=True))
+        and all(slot.grid.is_row_major(tensor) for slot, tensor in zip(block_group.slots, tensors, strict=True))
         and has_kernels(tensors[0].device)
     )
 
 
 def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
-    """Whether four numbers can be read at a time."""
+    """Return True if four elements can be read at a time."""
     sides = [block_group.spec.width, *(slot.grid.cols for slot in block_group.slots)]
     return all(side % 4 == 0 for side in sides) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _precision(block_group: BlockGroup) -> str:
-    """Of products: what rounds values to few bits anyway, and loses from the residual what it sent, needs no more."""
+    """Return the precision of products: formats of few bits round more, and error feedback keeps their error."""
     return "ieee" if torch.version.hip or block_group.spec.codec.values in ("fp32", "bf16") else "tf32"

@@ -74,13 +74,13 @@ def read_through(
         dtype = next(stream.dtype for stream in streams if stream.path == path)
         stamp = file_stamp(path)
         key = fingerprint(["bin with content", FORMAT, stamp, dtype.name])
-        meta = cache.get("scans", key, partial(_facts, path, dtype, stamp, progress)).meta
+        meta = cache.get("scans", key, partial(_content_stats, path, dtype, stamp, progress)).meta
         largest, contents[path] = max(largest, meta["largest"]), meta["content"]
     parts = [[contents[stream.path], stream.start, len(stream)] for stream in streams]
     return largest, fingerprint(["bin", parts])
 
 
-def _facts(path: Path, dtype: Any, stamp: Any, progress: Progress, _: Path) -> dict[str, Any]:
+def _content_stats(path: Path, dtype: Any, stamp: Any, progress: Progress, _: Path) -> dict[str, Any]:
     """Return the cached facts of one file."""
     whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
     progress.start(f"reading {path}", path.stat().st_size)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scantling.errors import UserError
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.data.files import PACKED, expand
-from scantling.trainer.data.tables import CsvSource, JsonlSource, TableFiles, check_columns, shown_kind
+from scantling.trainer.data.tables import CsvSource, JsonlSource, TableFiles, check_columns, describe_type
 from scantling.trainer.recipe.schema import Fields
 
 GOOD, BAD = "sentence_good", "sentence_bad"
@@ -57,7 +57,7 @@ def read_pairs(given: Sequence[str]) -> list[MinimalPair]:
 def _files(given: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for each in given:
-        folder = local(each)
+        folder = expand_path(each)
         if not folder.is_dir():
             found += expand(each, "minimal pairs")
             continue
@@ -81,5 +81,5 @@ def _pairs(path: Path) -> Iterator[MinimalPair]:
         check_columns((GOOD, BAD), list(row), where)
         for column in (GOOD, BAD):
             if not isinstance(row[column], str) or not row[column].strip():
-                raise UserError(f"{where}: column '{column}' must hold a sentence; given {shown_kind(row[column])}")
+                raise UserError(f"{where}: column '{column}' must hold a sentence; given {describe_type(row[column])}")
         yield MinimalPair(row[GOOD], row[BAD], str(row.get("linguistics_term") or name), str(row.get("UID") or name))

@@ -21,7 +21,7 @@ SAMPLE_BYTES = 5_000_000
 """Size of the text a BPE is trained on: training documents in the order of a hash; the last one is truncated."""
 
 
-def trained_bpe(
+def train_bpe(
     vocab_size: int, source: Source, scan: Scan, sides: Sides, cache: Cache, progress: Progress, *, wrap: bool = False
 ) -> FastTokenizer:
     """Return a byte-level BPE with exactly `vocab_size` ids, cached or newly trained.

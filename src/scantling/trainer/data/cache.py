@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.files import cache_root, open_lock_file, remove_folder, sync
+from scantling.files import cache_root, fsync, open_lock_file, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,9 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
         meta["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
         (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for file in [*aside.iterdir(), aside]:
-            sync(file)
+            fsync(file)
         os.rename(aside, path)
-        sync(path.parent)
+        fsync(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from scantling.errors import UserError
 from scantling.files import read_json_object
-from scantling.trainer.data.click_files import category_keys, number_of
+from scantling.trainer.data.click_files import category_keys, parse_number
 from scantling.trainer.data.click_store import ClickStore
 from scantling.trainer.recipe.schema import Clicks
 
@@ -105,7 +105,7 @@ class ClickFeatures:
         keys = np.empty((rows, len(self.categorical)), dtype=np.uint64)
         try:
             for place, name in enumerate(self.numeric):
-                numbers[:, place] = [number_of(value) for value in columns[name]]
+                numbers[:, place] = [parse_number(value) for value in columns[name]]
             for place, name in enumerate(self.categorical):
                 keys[:, place] = category_keys(columns[name])
         except (TypeError, ValueError, OverflowError) as error:
@@ -177,7 +177,7 @@ def fit_features(
         UserError: a column has the same value in all training rows.
     """
     moments = _Moments(len(numeric), clicks.scaling)
-    counts = {name: _Counts() for name in categorical if clicks.rows_of(name) is None}
+    counts = {name: _Counts() for name in categorical if clicks.num_rows(name) is None}
     first: Keys | None = None
     varies = np.zeros(len(categorical), dtype=bool)
     for part in _chunks(store, rows):
@@ -196,7 +196,7 @@ def fit_features(
                 )
     means, deviations = moments.result()
     known = {name: found.keys(clicks.min_count) for name, found in counts.items()}
-    sizes = tuple(clicks.rows_of(name) or len(known[name]) + 1 for name in categorical)
+    sizes = tuple(clicks.num_rows(name) or len(known[name]) + 1 for name in categorical)
     return ClickFeatures(tuple(numeric), tuple(categorical), clicks.scaling, means, deviations, sizes, known)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from scantling.errors import UserError
 from scantling.trainer.data.files import ENDINGS, expand, file_stamp
 from scantling.trainer.data.hashing import key64
-from scantling.trainer.data.tables import check_columns, csv_rows, shown_kind, source_name
+from scantling.trainer.data.tables import check_columns, csv_rows, describe_type, source_name
 from scantling.trainer.recipe.schema import Clicks, DataSection
 
 logger = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ class Block(NamedTuple):
         labels: 0 or 1, uint8, (rows,).
         numbers: fp32, NaN for missing values, (rows, numeric columns).
         keys: hashes of the categories, uint64, (rows, categorical columns).
-        unlabelled: number of rows that were skipped because they have no label.
+        unlabeled: number of rows that were skipped because they have no label.
     """
 
     labels: npt.NDArray[np.uint8]
     numbers: npt.NDArray[np.float32]
     keys: npt.NDArray[np.uint64]
-    unlabelled: int
+    unlabeled: int
 
 
 def click_columns(section: DataSection) -> Columns:
@@ -205,15 +205,15 @@ class _Encoder:
     def __call__(self, part: _Part) -> Block:
         names = self._columns
         label, *features = part.values
-        given = _numbers(label, names.label, part.where)
-        labelled = ~np.isnan(given)
+        given = _parse_numbers(label, names.label, part.where)
+        labeled = ~np.isnan(given)
         if self._above is None:
-            bad = np.flatnonzero(labelled & (given != 0) & (given != 1))
+            bad = np.flatnonzero(labeled & (given != 0) & (given != 1))
             if len(bad):
                 row = int(bad[0])
                 raise UserError(
                     f"{part.where(row)}: the label in column '{names.label}' must be 0 or 1; given "
-                    f"{shown_kind(label[row])}; for a number to compare with, set data.clicks.label_above"
+                    f"{describe_type(label[row])}; for a number to compare with, set data.clicks.label_above"
                 )
             labels = given == 1
         else:
@@ -222,18 +222,18 @@ class _Encoder:
         numbers = np.empty((rows, split), dtype=np.float32)
         for place, name in enumerate(names.numeric):
             with np.errstate(over="ignore"):
-                numbers[:, place] = _numbers(features[place], name, part.where)
+                numbers[:, place] = _parse_numbers(features[place], name, part.where)
             bad = np.flatnonzero(np.isinf(numbers[:, place]))
             if len(bad):
                 row = int(bad[0])
                 raise UserError(
                     f"{part.where(row)}: column '{name}' must hold numbers that fit into fp32; given "
-                    f"{shown_kind(features[place][row])}"
+                    f"{describe_type(features[place][row])}"
                 )
         keys = np.empty((rows, len(names.categorical)), dtype=np.uint64)
         for place, name in enumerate(names.categorical):
             keys[:, place] = self._hashed(features[split + place], name, part.where)
-        return Block(labels[labelled].astype(np.uint8), numbers[labelled], keys[labelled], int(rows - labelled.sum()))
+        return Block(labels[labeled].astype(np.uint8), numbers[labeled], keys[labeled], int(rows - labeled.sum()))
 
     def _hashed(self, values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[int]:
         keys = self._keys
@@ -242,7 +242,7 @@ class _Encoder:
         except TypeError:
             row = next(row for row, value in enumerate(values) if not _is_category(value))
             raise UserError(
-                f"{where(row)}: column '{name}' must hold one category a row; given {shown_kind(values[row])}"
+                f"{where(row)}: column '{name}' must hold one category a row; given {describe_type(values[row])}"
             ) from None
 
 
@@ -280,22 +280,22 @@ def _is_category(value: Any) -> bool:
     return value is None or not isinstance(value, list | dict | set | tuple | np.ndarray)
 
 
-def _numbers(values: Sequence[Any], name: str, where: Callable[[int], str]) -> npt.NDArray[np.float64]:
+def _parse_numbers(values: Sequence[Any], name: str, where: Callable[[int], str]) -> npt.NDArray[np.float64]:
     """Return the numbers of a column, NaN for missing values."""
     try:
-        return np.array([number_of(value) for value in values], dtype=np.float64)
+        return np.array([parse_number(value) for value in values], dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         pass
     for row, value in enumerate(values):
         try:
-            number_of(value)
+            parse_number(value)
         except (TypeError, ValueError, OverflowError):
-            problem = f"column '{name}' must hold numbers; given {shown_kind(value)}"
+            problem = f"column '{name}' must hold numbers; given {describe_type(value)}"
             raise UserError(f"{where(row)}: {problem}") from None
     raise AssertionError("one of the values is no number")
 
 
-def number_of(value: Any) -> float:
+def parse_number(value: Any) -> float:
     """Return a number from its text in a file; NaN for a missing value.
 
     Raises:

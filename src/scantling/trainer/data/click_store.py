@@ -22,7 +22,7 @@ from scantling.trainer.data.files import refuse_changed
 from scantling.trainer.data.hashing import fingerprint
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.store import MappedArray
-from scantling.trainer.data.tables import warn_of_unlabelled
+from scantling.trainer.data.tables import warn_about_unlabeled
 
 
 class Rows(NamedTuple):
@@ -74,7 +74,7 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
     stamp = files.stamp()
     key = fingerprint(["clicks, decimals as numbers", FORMAT, stamp])
     entry = cache.get("clicks", key, lambda folder: _write(files, stamp, folder, progress))
-    warn_of_unlabelled(files.name, entry.meta["unlabelled"])
+    warn_about_unlabeled(files.name, entry.meta["unlabeled"])
     return ClickStore(
         files.name,
         MappedArray(entry.path / "labels", "uint8"),
@@ -87,7 +87,7 @@ def read_clicks(files: ClickFiles, cache: Cache, progress: Progress) -> ClickSto
 
 def _write(files: ClickFiles, stamp: Any, folder: Path, progress: Progress) -> dict[str, Any]:
     content = {name: hashlib.sha256() for name in Rows._fields}
-    rows = unlabelled = 0
+    rows = unlabeled = 0
     bytes_per_row = 1 + 4 * len(files.columns.numeric) + 8 * len(files.columns.categorical)
     progress.start(f"reading {files.name}", None)
     with ExitStack() as stack:
@@ -100,13 +100,13 @@ def _write(files: ClickFiles, stamp: Any, folder: Path, progress: Progress) -> d
                 file.write(data)
                 content[name].update(data)
             rows += len(block.labels)
-            unlabelled += block.unlabelled
+            unlabeled += block.unlabeled
             progress.advance(len(block.labels) * bytes_per_row)
     refuse_changed(files.name, stamp, files.stamp())
     if not rows:
-        raise empty_log(files, unlabelled)
+        raise empty_log_error(files, unlabeled)
     digests = [digest.hexdigest() for digest in content.values()]
-    return {"content": fingerprint([rows, files.columns, *digests]), "unlabelled": unlabelled}
+    return {"content": fingerprint([rows, files.columns, *digests]), "unlabeled": unlabeled}
 
 
 def check_clicks(files: ClickFiles) -> None:
@@ -116,10 +116,10 @@ def check_clicks(files: ClickFiles) -> None:
         UserError: they cannot be used; the message is the same as in a run.
     """
     if next(files.blocks(), None) is None:
-        raise empty_log(files, 0)
+        raise empty_log_error(files, 0)
 
 
-def empty_log(files: ClickFiles, unlabelled: int) -> UserError:
+def empty_log_error(files: ClickFiles, unlabeled: int) -> UserError:
     """Return the error for a click log with this many unlabeled rows, and no others."""
-    left = f"{unlabelled} rows, none with a label" if unlabelled else "it has no rows"
+    left = f"{unlabeled} rows, none with a label" if unlabeled else "it has no rows"
     return UserError(f"{files.name}: the click log is empty: {left}")

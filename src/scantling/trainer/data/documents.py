@@ -149,7 +149,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
         progress.finish()
     refuse_changed(source.name, stamp, source.stamp())
     if not any(sizes):
-        raise empty_corpus(source, len(sizes))
+        raise empty_corpus_error(source, len(sizes))
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))
     write_array(folder / "sizes", np.array(sizes, dtype=np.int64))
     write_array(folder / "labels", np.array(labels, dtype=np.int32))
@@ -157,7 +157,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
     return {"content": content.hexdigest()}
 
 
-def empty_corpus(source: Source, count: int) -> UserError:
+def empty_corpus_error(source: Source, count: int) -> UserError:
     """Return the error for a source with this many documents, all without text."""
     return UserError(f"{source.name}: the corpus is empty: {count} documents, none with any text{source.remedy}")
 

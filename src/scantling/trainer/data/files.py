@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from scantling.errors import UserError, hinted
-from scantling.files import local
+from scantling.errors import UserError, with_hint
+from scantling.files import expand_path
 
 CHUNK = 1 << 20
 """Bytes read at a time."""
@@ -46,7 +46,7 @@ def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None =
     """
     found: list[Path] = []
     for given in [paths] if isinstance(paths, str) else paths:
-        path = local(given)
+        path = expand_path(given)
         if path.is_file():
             found.append(path)
         elif path.is_dir() and endings is not None:
@@ -65,7 +65,7 @@ def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None =
             found += files
         else:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise UserError(hinted(f"{key}: file not found: {given}", path.name, siblings))
+            raise UserError(with_hint(f"{key}: file not found: {given}", path.name, siblings))
     return list(dict.fromkeys(found))
 
 

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.trainer.data.files import file_stamp
 from scantling.trainer.data.tables import (
-    UNLABELLED,
+    UNLABELED,
     check_columns,
     check_hub,
     class_names,
+    describe_type,
     label_text,
     load_hub,
-    shown_kind,
-    warn_of_unlabelled,
+    warn_about_unlabeled,
 )
 from scantling.trainer.recipe.schema import DIGITS, DataSection, Fields
 
@@ -88,7 +88,7 @@ def image_source(section: DataSection, *, validation: bool = False) -> ImageSour
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     found = "is neither a folder nor an .npz file" if path.exists() else "is not there"
     text = f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
-    raise UserError(hinted(text, path.name, [DIGITS, *siblings]))
+    raise UserError(with_hint(text, path.name, [DIGITS, *siblings]))
 
 
 def check_images(section: DataSection, *, validation: bool = False) -> None:
@@ -217,7 +217,7 @@ class HubImages(ImageSource):
 
         image_name, label_name = self.fields.image, str(self.fields.label)
         classes = class_names(self._data, label_name)
-        unlabelled = 0
+        unlabeled = 0
         rows = self._data.select_columns([image_name, label_name])
         for number in range(len(rows)):
             where = f"{self.name}, row {number + 1}"
@@ -227,17 +227,17 @@ class HubImages(ImageSource):
                 raise _unreadable(where, error) from None
             image, label = row[image_name], row[label_name]
             if not isinstance(image, Image.Image):
-                raise UserError(f"{where}: column '{image_name}' must hold images; given {shown_kind(image)}")
+                raise UserError(f"{where}: column '{image_name}' must hold images; given {describe_type(image)}")
             if classes is not None and isinstance(label, int):
-                if label == UNLABELLED:
-                    unlabelled += 1
+                if label == UNLABELED:
+                    unlabeled += 1
                     continue
                 label = classes[label]
             yield Picture(image, label_text(label, label_name, where), where)
-        warn_of_unlabelled(self.name, unlabelled)
+        warn_about_unlabeled(self.name, unlabeled)
 
 
-def pixels_of(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+def to_pixels(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
     """Return an image as model input, (channels, height, width): converted, and resized with bilinear interpolation.
 
     Raises:

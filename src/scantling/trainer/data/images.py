@@ -23,10 +23,10 @@ from scantling.trainer.data.cache import FORMAT, Cache
 from scantling.trainer.data.documents import MAX_LABELS, Scan
 from scantling.trainer.data.files import refuse_changed
 from scantling.trainer.data.hashing import fingerprint, fingerprint_array
-from scantling.trainer.data.image_files import ImageSource, image_source, pixels_of
+from scantling.trainer.data.image_files import ImageSource, image_source, to_pixels
 from scantling.trainer.data.prepare import check_labels, label_set
 from scantling.trainer.data.progress import NoProgress, Progress
-from scantling.trainer.data.split import HELDOUT, TRAIN, all_of, split
+from scantling.trainer.data.split import HELDOUT, TRAIN, assign_all, split
 from scantling.trainer.data.store import MappedArray, write_array
 from scantling.trainer.recipe.schema import DataSection
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Shape = tuple[int, int, int]
 
 
-class LabelledImage(NamedTuple):
+class LabeledImage(NamedTuple):
     """One example: pixels, (channels, height, width) in uint8, and the label's id."""
 
     pixels: npt.NDArray[np.uint8]
@@ -61,12 +61,12 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> LabelledImage:
+    def __getitem__(self, index: int) -> LabeledImage:
         if not 0 <= index < len(self):
             raise IndexError(index)
         size = prod(self.shape)
         begin = int(self.numbers[index]) * size
-        return LabelledImage(self.pixels[begin : begin + size].reshape(self.shape), int(self.labels[index]))
+        return LabeledImage(self.pixels[begin : begin + size].reshape(self.shape), int(self.labels[index]))
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,18 @@ def prepare_images(
     heldout, held_by, seen = None, None, 0
     facts = ["images", FORMAT, found.content, shape, fingerprint_array(sides), labels]
     if (sides == HELDOUT).any():
-        heldout, held_by = _chosen(path, shape, found, sides == HELDOUT, labels), "image"
+        heldout, held_by = _select(path, shape, found, sides == HELDOUT, labels), "image"
     if section.validation is not None:
         held_source = image_source(section, validation=True)
         held_path, held_found = _read(held_source, shape, cache, progress)
         check_labels(labels, held_found, held_source.name)
-        held_sides = all_of(held_found, HELDOUT)
-        heldout, held_by = _chosen(held_path, shape, held_found, held_sides == HELDOUT, labels), "files"
+        held_sides = assign_all(held_found, HELDOUT)
+        heldout, held_by = _select(held_path, shape, held_found, held_sides == HELDOUT, labels), "files"
         facts.append(held_found.content)
         seen = int(np.isin(held_found.digests, found.digests).sum())
         if seen:
             logger.warning("%d of %d held-out images are also among the training images", seen, len(held_found))
-    train = _chosen(path, shape, found, sides == TRAIN, labels)
+    train = _select(path, shape, found, sides == TRAIN, labels)
     info = {
         "source": source.name,
         "train": {"images": len(train)},
@@ -137,7 +137,7 @@ def prepare_images(
     return PreparedImages(train, heldout, labels, info)
 
 
-def _chosen(path: Path, shape: Shape, found: Scan, which: npt.NDArray[np.bool_], labels: list[str]) -> ImageSet:
+def _select(path: Path, shape: Shape, found: Scan, which: npt.NDArray[np.bool_], labels: list[str]) -> ImageSet:
     ids = np.array([labels.index(name) if name in labels else -1 for name in found.label_names], dtype=np.int64)
     numbers = np.flatnonzero(which)
     return ImageSet(MappedArray(path / "pixels", "uint8"), shape, numbers, ids[found.labels[numbers]])
@@ -164,7 +164,7 @@ def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress
     try:
         with (folder / "pixels").open("wb") as file:
             for picture in source.pictures():
-                pixels = pixels_of(picture, shape)
+                pixels = to_pixels(picture, shape)
                 file.write(pixels.data)
                 digest = hashlib.blake2b(pixels.data, digest_size=16).digest()
                 content.update(digest + picture.label.encode(errors="backslashreplace") + b"\0")
@@ -178,7 +178,7 @@ def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress
         progress.finish()
     refuse_changed(source.name, stamp, source.stamp())
     if not digests:
-        raise UserError(f"{source.name}: there are no labelled images in it")
+        raise UserError(f"{source.name}: there are no labeled images in it")
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))
     write_array(folder / "labels", np.array(labels, dtype=np.int32))
     (folder / "labels.json").write_text(json.dumps([list(ids), list(places.values())]), encoding="utf-8")

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from scantling.errors import UserError, hinted
-from scantling.trainer.data.bpe import trained_bpe
+from scantling.errors import UserError, with_hint
+from scantling.trainer.data.bpe import train_bpe
 from scantling.trainer.data.cache import FORMAT, Cache
 from scantling.trainer.data.documents import Piece, Scan, Source, scan
 from scantling.trainer.data.files import refuse_changed
 from scantling.trainer.data.hashing import fingerprint, fingerprint_array
-from scantling.trainer.data.parts import halves
 from scantling.trainer.data.progress import NoProgress, Progress
 from scantling.trainer.data.sources import training_source, validation_source
-from scantling.trainer.data.split import HELDOUT, TRAIN, UNUSED, Sides, all_of, split
+from scantling.trainer.data.split import HELDOUT, TRAIN, UNUSED, Sides, assign_all, split, split_document
 from scantling.trainer.data.store import NO_MARKS, Marks, StoreWriter, TokenStore, open_store
 from scantling.trainer.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from scantling.trainer.recipe.schema import BpeTokenizer, DataSection
@@ -57,7 +56,7 @@ def prepare(
     *,
     seed: int,
     pairs: bool = False,
-    labelled: bool = True,
+    labeled: bool = True,
     needs: tuple[str, tuple[str, ...]] = ("", ()),
     wrap: bool = False,
     cache: Cache | None = None,
@@ -71,7 +70,7 @@ def prepare(
         section: the recipe's data section.
         seed: determines which documents are held out.
         pairs: keep documents separate, each with its second text if it has one; otherwise they form a stream.
-        labelled: True if documents that are kept separate have labels.
+        labeled: True if documents that are kept separate have labels.
         needs: a task's name and the special tokens it needs.
         wrap: special tokens are put around windows of the stream or around each text, not around each document of the
             stream; for built-in tokenizers see `finish_backend`.
@@ -87,11 +86,11 @@ def prepare(
     share, max_bytes, held_by = 0.0 if held_source is not None else section.heldout, section.max_bytes, "files"
     if share and not pairs:
         used = split(found, heldout=0.0, max_bytes=max_bytes, seed=seed, name=source.name)
-        if (parts := halves(source, found, used, share)) is not None:
+        if (parts := split_document(source, found, used, share)) is not None:
             (source, held_source), share, max_bytes, held_by = parts, 0.0, None, "end of the document"
             found = scan(source, cache, progress)
     sides = split(found, heldout=share, max_bytes=max_bytes, seed=seed, name=source.name)
-    labels = label_set(section, found, sides, source.name) if pairs and labelled else [] if pairs else None
+    labels = label_set(section, found, sides, source.name) if pairs and labeled else [] if pairs else None
     tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
     marks = NO_MARKS if pairs else window_marks(tokenizer) if wrap else document_marks(tokenizer)
@@ -105,7 +104,7 @@ def prepare(
     if held_source is not None:
         held_found = scan(held_source, cache, progress)
         check_labels(labels, held_found, held_source.name)
-        held_entry, held_meta = maker.entry(held_source, held_found, all_of(held_found, HELDOUT))
+        held_entry, held_meta = maker.entry(held_source, held_found, assign_all(held_found, HELDOUT))
         heldout = open_store(held_entry, "heldout", held_meta)
         content = fingerprint([entry.name, held_entry.name])
         seen = int(np.isin(held_found.digests[held_found.sizes > 0], found.digests[sides == TRAIN]).sum())
@@ -137,7 +136,7 @@ def _tokenizer(
     wrap: bool,
 ) -> Tokenizer:
     if isinstance(section.tokenizer, BpeTokenizer):
-        return trained_bpe(section.tokenizer.bpe, source, found, sides, cache, progress, wrap=wrap)
+        return train_bpe(section.tokenizer.bpe, source, found, sides, cache, progress, wrap=wrap)
     return ByteTokenizer(wrap=wrap) if section.tokenizer == "bytes" else load_tokenizer(section.tokenizer)
 
 
@@ -176,7 +175,7 @@ def check_labels(
         if label not in labels:
             allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
             text = f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
-            told = hinted(text, label, labels)
+            told = with_hint(text, label, labels)
             raise UserError(f"{text}; list all labels in data.labels" if told == text and which is not None else told)
 
 

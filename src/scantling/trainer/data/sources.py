@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.trainer.data.documents import PIECE, Piece, Source, empty_corpus
+from scantling.trainer.data.documents import PIECE, Piece, Source, empty_corpus_error
 from scantling.trainer.data.files import ENDINGS, PACKED, expand, file_stamp, read_lines, read_text
 from scantling.trainer.data.tables import (
     CsvSource,
@@ -63,7 +63,7 @@ def check_documents(section: DataSection, *, validation: bool = False) -> None:
         if piece.text.strip() or (piece.pair or "").strip():
             return
         count += piece.last
-    raise empty_corpus(source, count)
+    raise empty_corpus_error(source, count)
 
 
 def _from_files(section: DataSection, *, validation: bool) -> Source:
@@ -93,7 +93,7 @@ class TextFiles(Source):
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.paths:
-            yield from _whole_file(path) if self.separator is None else _separated(path, self.separator)
+            yield from _whole_file(path) if self.separator is None else _split_at(path, self.separator)
 
 
 def _whole_file(path: Path) -> Iterator[Piece]:
@@ -108,7 +108,7 @@ def _whole_file(path: Path) -> Iterator[Piece]:
     yield Piece(rest, where=where)
 
 
-def _separated(path: Path, separator: str) -> Iterator[Piece]:
+def _split_at(path: Path, separator: str) -> Iterator[Piece]:
     lines: list[str] = []
     length, begin = 0, 1
     for number, line in enumerate(read_lines(path), 1):

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scantling.errors import UserError, first_line, hinted
-from scantling.files import local, read_json_object
+from scantling.errors import UserError, first_line, with_hint
+from scantling.files import expand_path, read_json_object
 from scantling.trainer.data.documents import Piece, Source
 from scantling.trainer.data.files import PACKED, file_stamp, read_lines
 from scantling.trainer.recipe.schema import Fields
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = 1000
 """Rows of Parquet and Arrow read at a time."""
-UNLABELLED = -1
+UNLABELED = -1
 """Label of a row without one, by the convention of `datasets`."""
 
 
@@ -74,7 +74,7 @@ class JsonlSource(TableFiles):
                     problem = f"{error.msg}, column {error.colno}"
                 raise UserError(f"{where}: not valid JSON: {problem}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{where}: a line must be a JSON object; given {shown_kind(row)}")
+                raise UserError(f"{where}: a line must be a JSON object; given {describe_type(row)}")
             yield where, row
 
 
@@ -164,18 +164,18 @@ class HubSource(Source):
         names = columns(self.fields)
         label = self.fields.label
         classes = class_names(self._data, label)
-        number = unlabelled = 0
+        number = unlabeled = 0
         for batch in self._data.select_columns(names).iter(batch_size=ROWS):
             for values in zip(*(batch[name] for name in names), strict=True):
                 number += 1
                 row = dict(zip(names, values, strict=True))
                 if classes is not None and label is not None and isinstance(row[label], int):
-                    if row[label] == UNLABELLED:
-                        unlabelled += 1
+                    if row[label] == UNLABELED:
+                        unlabeled += 1
                         continue
                     row[label] = classes[row[label]]
                 yield to_piece(row, self.fields, f"{self.name}, row {number}")
-        warn_of_unlabelled(self.name, unlabelled)
+        warn_about_unlabeled(self.name, unlabeled)
 
 
 def class_names(data: Any, label: str | int | None) -> list[str] | None:
@@ -184,7 +184,7 @@ def class_names(data: Any, label: str | int | None) -> list[str] | None:
     return names
 
 
-def warn_of_unlabelled(name: str, count: int) -> None:
+def warn_about_unlabeled(name: str, count: int) -> None:
     """Warn of the number of rows that were skipped because they have no label, if any."""
     if count:
         logger.warning("%s: left out %d rows without a label", name, count)
@@ -202,7 +202,7 @@ def load_hub(path: str, config: str | None, split: str, *, prepare: bool = True)
     """
     import datasets
 
-    folder = local(path)
+    folder = expand_path(path)
     try:
         if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
             data = _saved(folder)
@@ -274,7 +274,7 @@ def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> Non
     for name in names:
         if name not in there:
             known = ", ".join(there) or "none"
-            raise UserError(hinted(f"{where}: no column '{name}'; columns: {known}", name, there))
+            raise UserError(with_hint(f"{where}: no column '{name}'; columns: {known}", name, there))
 
 
 def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
@@ -288,7 +288,7 @@ def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: column '{name}' must hold text; given {shown_kind(value)}")
+        raise UserError(f"{where}: column '{name}' must hold text; given {describe_type(value)}")
     return value
 
 
@@ -298,10 +298,12 @@ def label_text(value: Any, name: str, where: str) -> str:
         return str(value).lower()
     if isinstance(value, str | int) and value != "":
         return str(value)
-    raise UserError(f"{where}: column '{name}' must hold a label (text or a whole number); given {shown_kind(value)}")
+    raise UserError(
+        f"{where}: column '{name}' must hold a label (text or a whole number); given {describe_type(value)}"
+    )
 
 
-def shown_kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     if value is None:
         return "null"
     kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}

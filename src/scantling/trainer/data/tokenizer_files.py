@@ -9,7 +9,7 @@ from typing import Any
 
 from scantling.errors import UserError
 from scantling.files import read_json_object
-from scantling.saved_models import MOST_IDS
+from scantling.saved_models import MAX_TOKEN_ID
 
 
 def check_tokenizer(path: Path) -> None:
@@ -25,7 +25,7 @@ def check_tokenizer(path: Path) -> None:
         for file, content in contents.items()
     }
     count = len({id_ for each in ids.values() for id_ in each})
-    limit = max(MOST_IDS, 4 * count)
+    limit = max(MAX_TOKEN_ID, 4 * count)
     for file, each in ids.items():
         if max(each, default=0) >= limit:
             raise UserError(

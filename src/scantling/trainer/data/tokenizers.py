@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scantling.errors import UserError, did_you_mean, first_line
-from scantling.files import local
-from scantling.saved_models import without_marks
+from scantling.files import expand_path
+from scantling.saved_models import without_byte_order_marks
 from scantling.trainer.data.hashing import fingerprint
 from scantling.trainer.data.tokenizer_files import check_tokenizer
 from scantling.trainer.hub import hub_folder, is_hub_name
@@ -418,7 +418,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         UserError: there is no tokenizer, or it is not a fast tokenizer.
     """
-    place = local(path)
+    place = expand_path(path)
     if place.is_file():
         return _from_file(place)
     hint = did_you_mean(path, ["bytes"])
@@ -432,7 +432,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 
-    with _refusing_damage(place), without_marks(place) as readable:
+    with _refusing_damage(place), without_byte_order_marks(place) as readable:
         loaded = AutoTokenizer.from_pretrained(str(readable), trust_remote_code=False, local_files_only=True)
     loaded.name_or_path = path
     backend = getattr(loaded, "backend_tokenizer", None)

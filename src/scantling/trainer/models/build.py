@@ -23,13 +23,13 @@ from scantling.precision.packed_files import is_quantized_folder
 from scantling.precision.training import quantize_training
 from scantling.saved_models import (
     CONFIG,
-    MOST_IDS,
-    blaming,
-    check_counts,
-    check_size,
+    MAX_TOKEN_ID,
+    blame,
+    check_layer_counts,
+    check_model_size,
     check_weights,
-    read_settings,
-    without_marks,
+    read_model_config,
+    without_byte_order_marks,
 )
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
@@ -335,7 +335,7 @@ def _sees_ahead(model: Any) -> bool:
     ids = _probe_ids(model)
     other = ids.clone()
     other[:, -1] = ids[:, 0]
-    return _differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
+    return _outputs_differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
 
 
 def mixes_documents(model: Any) -> bool:
@@ -345,7 +345,7 @@ def mixes_documents(model: Any) -> bool:
     half = ids.shape[1] // 2
     other[:, :half] = ids[:, :half].flip(1)
     positions = torch.arange(half).repeat(2)[None]
-    return _differ(
+    return _outputs_differ(
         model,
         {"input_ids": ids, "position_ids": positions},
         {"input_ids": other, "position_ids": positions},
@@ -362,7 +362,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
+def _outputs_differ(model: Any, one: dict[str, Any], other: dict[str, Any], places: slice) -> bool:
     """Return True if logits at some positions differ between two inputs by more than rounding error."""
     try:
         with eval_mode(model):
@@ -424,13 +424,13 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
     weights = check_weights(folder)
     files = "the folder" if weights is None else weights.files
     if weights is not None:
-        with blaming(folder / CONFIG):
-            check_counts(config.to_dict(), weights)
+        with blame(folder / CONFIG):
+            check_layer_counts(config.to_dict(), weights)
             with torch.device("meta"):
                 skeleton = auto_class.from_config(copy.deepcopy(config))
             _rebuild_cores(skeleton, section, "meta")
-            check_size(skeleton, weights)
-    with without_marks(folder) as readable:
+            check_model_size(skeleton, weights)
+    with without_byte_order_marks(folder) as readable:
         model, report = auto_class.from_pretrained(
             readable,
             config=config,
@@ -494,7 +494,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
             f"model.hf: there is no {path}; give a local folder with config.json, such a file, or a name on the Hub"
         )
     try:
-        content = read_settings(path)
+        content = read_model_config(path)
     except UserError as error:
         raise UserError(f"model.hf: {error}") from None
     if content.get("auto_map"):
@@ -505,12 +505,12 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
 
 
 def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
-    with blaming("this model"):
-        check_counts(config.to_dict())
+    with blame("this model"):
+        check_layer_counts(config.to_dict())
     text = config.get_text_config()
     where = "model.overrides" if text is config else "model.overrides.text_config"
     known = getattr(text, "vocab_size", None)
-    if known is not None and vocab_size and known > max(MOST_IDS, 4 * vocab_size):
+    if known is not None and vocab_size and known > max(MAX_TOKEN_ID, 4 * vocab_size):
         raise UserError(
             f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
             f"set {where}.vocab_size to {vocab_size} or a little more"

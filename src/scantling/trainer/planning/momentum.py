@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from scantling.comm.codec.block_group import is_block_matrix
+from scantling.comm.layout import is_block_matrix
 from scantling.comm.momentum_watch import describe_momentum, own_momentum
 from scantling.optim.registry import FOR_MATRICES, optimizer_options
 from scantling.trainer.recipe import Recipe

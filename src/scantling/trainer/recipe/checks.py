@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scantling.errors import Fault, UserError, did_you_mean, shorten
-from scantling.trainer.recipe.mappings import section_of
+from scantling.trainer.recipe.parsing import get_section
 from scantling.trainer.recipe.schema import (
     CLICK_SOURCES,
     DIGITS,
@@ -71,7 +71,7 @@ def _covers(path: str, other: str) -> bool:
     return path == other or other.startswith(path + ".")
 
 
-def _given(section: Content, names: tuple[str, ...]) -> list[str]:
+def _given_value(section: Content, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if section.get(name) is not None]
 
 
@@ -89,11 +89,11 @@ def _check_name(content: Content) -> Iterator[Fault]:
 def _check_model(content: Content) -> Iterator[Fault]:
     from scantling.trainer.models.presets import PRESETS
 
-    model = section_of(content, "model")
+    model = get_section(content, "model")
     if not model:
         return
     preset = model.get("preset")
-    given = _given(model, ("preset", "hf"))
+    given = _given_value(model, ("preset", "hf"))
     if len(given) != 1:
         problem = "give exactly one of preset and hf"
         yield Fault("model", problem, " and ".join(given) if given else "neither")
@@ -112,10 +112,10 @@ def _changed_fields(data: Content) -> bool:
 
 
 def _check_data(content: Content) -> Iterator[Fault]:
-    data = section_of(content, "data")
+    data = get_section(content, "data")
     if not data:
         return
-    given = _given(data, SOURCES)
+    given = _given_value(data, SOURCES)
     if len(given) != 1:
         yield Fault("data", f"give exactly one source of {', '.join(SOURCES)}", ", ".join(given) if given else "none")
         return
@@ -139,25 +139,25 @@ def _check_data(content: Content) -> Iterator[Fault]:
     if data.get("validation") and _changed(data, DataSection, "heldout") and data["heldout"] != 0:
         yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
     if data.get("heldout") == 0 and not data.get("validation"):
-        for key in _given(section_of(content, "train"), ("eval_every", "eval_samples")):
+        for key in _given_value(get_section(content, "train"), ("eval_every", "eval_samples")):
             yield Fault(f"train.{key}", "has no effect where nothing is held out; raise data.heldout, or leave it out")
 
 
 def _check_task(content: Content) -> Iterator[Fault]:
     from scantling.trainer.models.presets import PRESETS
 
-    model, data = section_of(content, "model"), section_of(content, "data")
+    model, data = get_section(content, "model"), get_section(content, "data")
     preset = PRESETS.get(str(model.get("preset")))
     task = model.get("task") or (preset.task if preset else None)
-    if task is None and _given(data, ("clicks", "criteo")):
+    if task is None and _given_value(data, ("clicks", "criteo")):
         task = "clicks"
-    if task is None and _given(data, ("images",)):
+    if task is None and _given_value(data, ("images",)):
         task = "image-classification"
     fields = data.get("fields")
     label = fields.get("label") if isinstance(fields, Mapping) else None
     if task == "classification":
-        if _given(data, ("corpus", "text", "bin")):
-            source = _given(data, ("corpus", "text", "bin"))[0]
+        if _given_value(data, ("corpus", "text", "bin")):
+            source = _given_value(data, ("corpus", "text", "bin"))[0]
             yield Fault("data", f"classification needs labels, which '{source}' has not; use jsonl, csv, parquet or hf")
         elif data and not label:
             yield Fault("data.fields.label", "missing; classification needs the name of the label column")
@@ -185,8 +185,8 @@ def _check_task(content: Content) -> Iterator[Fault]:
 
 def _check_click_task(content: Content) -> Iterator[Fault]:
     """Yield faults of the task `clicks`: settings that do not apply to rows of features, and missing ones."""
-    data = section_of(content, "data")
-    source = next(iter(_given(data, SOURCES)), None)
+    data = get_section(content, "data")
+    source = next(iter(_given_value(data, SOURCES)), None)
     if source is not None and source not in CLICK_SOURCES:
         yield Fault("data", f"the task 'clicks' reads {', '.join(CLICK_SOURCES)}", f"'{source}'")
     if data and source != "criteo" and not data.get("clicks"):
@@ -198,8 +198,8 @@ def _check_click_task(content: Content) -> Iterator[Fault]:
 
 def _check_image_task(content: Content) -> Iterator[Fault]:
     """Yield faults of the task `image-classification`: settings that do not apply to images, and missing ones."""
-    data, task = section_of(content, "data"), "image-classification"
-    source = next(iter(_given(data, SOURCES)), None)
+    data, task = get_section(content, "data"), "image-classification"
+    source = next(iter(_given_value(data, SOURCES)), None)
     fields = data.get("fields")
     fields = fields if isinstance(fields, Mapping) else {}
     if source is not None and source not in IMAGE_SOURCES:
@@ -216,17 +216,17 @@ def _check_image_task(content: Content) -> Iterator[Fault]:
 
 def _check_no_text(content: Content, task: str, examples: str) -> Iterator[Fault]:
     """Yield faults for settings that do not apply to a task whose examples are not text."""
-    data = section_of(content, "data")
+    data = get_section(content, "data")
     for key in ("tokenizer", "seq_len", "max_bytes"):
         if _changed(data, DataSection, key):
             yield Fault(f"data.{key}", f"has no meaning for the task '{task}', whose {examples} have no text")
-    if section_of(content, "train").get("batch_tokens") is not None:
+    if get_section(content, "train").get("batch_tokens") is not None:
         problem = f"has no meaning for the task '{task}'; give the {examples} of a batch in batch_size"
         yield Fault("train.batch_tokens", problem)
 
 
 def _check_clicks(content: Content) -> Iterator[Fault]:
-    data = section_of(content, "data")
+    data = get_section(content, "data")
     clicks = data.get("clicks")
     if not isinstance(clicks, Mapping):
         return
@@ -259,10 +259,10 @@ def _check_clicks(content: Content) -> Iterator[Fault]:
 
 
 def _check_batch(content: Content) -> Iterator[Fault]:
-    train, data = section_of(content, "train"), section_of(content, "data")
+    train, data = get_section(content, "train"), get_section(content, "data")
     if not train:
         return
-    given = _given(train, ("batch_tokens", "batch_size"))
+    given = _given_value(train, ("batch_tokens", "batch_size"))
     if len(given) != 1:
         yield Fault(
             "train", "give exactly one of batch_tokens and batch_size", " and ".join(given) if given else "neither"
@@ -275,7 +275,7 @@ def _check_batch(content: Content) -> Iterator[Fault]:
 
 
 def _check_schedule(content: Content) -> Iterator[Fault]:
-    train = section_of(content, "train")
+    train = get_section(content, "train")
     steps = train.get("steps")
     schedule, warmup, decay = (
         train.get(key, TrainSection.model_fields[key].default) for key in ("schedule", "warmup", "decay")
@@ -296,7 +296,7 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
 def _check_tensor(content: Content) -> Iterator[Fault]:
     from scantling.tensor.options import FORMATS, RankOptions, linear_options
 
-    tensor, train = section_of(content, "tensor"), section_of(content, "train")
+    tensor, train = get_section(content, "tensor"), get_section(content, "train")
     if not tensor:
         return
     name, num_modes = tensor.get("format"), tensor.get("num_modes")
@@ -330,7 +330,7 @@ def _check_tensor(content: Content) -> Iterator[Fault]:
 def _check_optim(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import check_options
 
-    optim = section_of(content, "optim")
+    optim = get_section(content, "optim")
     name = optim.get("name", OptimSection.model_fields["name"].default)
     if not isinstance(name, str):
         return
@@ -340,7 +340,7 @@ def _check_optim(content: Content) -> Iterator[Fault]:
 
 
 def _check_release(content: Content) -> Iterator[Fault]:
-    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
+    optim, train, precision = (get_section(content, name) for name in ("optim", "train", "precision"))
     if optim.get("release_gradients") is not True:
         return
     key = "optim.release_gradients"
@@ -362,7 +362,7 @@ def _check_release(content: Content) -> Iterator[Fault]:
 
 
 def _check_comm(content: Content) -> Iterator[Fault]:
-    comm, optim, train, precision = (section_of(content, name) for name in ("comm", "optim", "train", "precision"))
+    comm, optim, train, precision = (get_section(content, name) for name in ("comm", "optim", "train", "precision"))
     if comm.get("name", "allreduce") != "demo":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
@@ -399,7 +399,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
 def _check_graph(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import optimizer_options
 
-    optim, train, precision = (section_of(content, name) for name in ("optim", "train", "precision"))
+    optim, train, precision = (get_section(content, name) for name in ("optim", "train", "precision"))
     if train.get("graph") is not True:
         return
     key = "train.graph"
@@ -422,7 +422,7 @@ def _check_graph(content: Content) -> Iterator[Fault]:
 
 
 def _check_precision(content: Content) -> Iterator[Fault]:
-    precision, model = (section_of(content, name) for name in ("precision", "model"))
+    precision, model = (get_section(content, name) for name in ("precision", "model"))
     if not precision:
         return
     from scantling.precision.matmul import Matmul

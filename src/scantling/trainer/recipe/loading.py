@@ -17,11 +17,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean, shorten
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.hub import is_hub_name
 from scantling.trainer.recipe.checks import MOST_FAULTS, semantic_faults
-from scantling.trainer.recipe.mappings import flattened
-from scantling.trainer.recipe.parsing import dump_yaml, parse_yaml, read_text, value_faults
+from scantling.trainer.recipe.parsing import dump_yaml, flatten, parse_yaml, read_text, value_faults
 from scantling.trainer.recipe.schema import DIGITS, Recipe
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
@@ -155,7 +154,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """Return the dotted keys in which two recipes differ, as lines `key: old -> new`."""
-    before, after = dict(flattened(old.model_dump())), dict(flattened(new.model_dump()))
+    before, after = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
     return [
         f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -215,13 +214,13 @@ def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[F
         elif kind == "literal_error":
             choices = [c.strip().strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
             hint = did_you_mean(str(item["input"]), choices)
-            yield Fault(path, f"must be {_one_of(choices)}", _show(item["input"]), hint)
+            yield Fault(path, f"must be {_join_alternatives(choices)}", _show(item["input"]), hint)
         else:
             message = item["msg"]
             yield Fault(path, message[0].lower() + message[1:], _show(item["input"]))
 
 
-def _one_of(choices: Sequence[str]) -> str:
+def _join_alternatives(choices: Sequence[str]) -> str:
     return f"'{choices[0]}'" if len(choices) == 1 else "one of " + ", ".join(f"'{c}'" for c in choices)
 
 
@@ -236,18 +235,18 @@ def _is_union_tag(part: int | str, location: Sequence[int | str]) -> bool:
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location:
         field = model.model_fields.get(str(part))
-        inner = _model_of(field.annotation) if field else None
+        inner = _find_model(field.annotation) if field else None
         if inner is None:
             return []
         model = inner
     return list(model.model_fields)
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def _find_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, UnionType, Annotated):
-        return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
+        return next((model for arg in get_args(annotation) if (model := _find_model(arg))), None)
     return None
 
 
@@ -259,7 +258,7 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
             return [expand(inner, must_exist=must_exist) for inner in value]
         if not isinstance(value, str):
             return value
-        path = local(value)
+        path = expand_path(value)
         if must_exist and not os.path.exists(path):  # unlike Path.exists, also accepts names that are too long
             return value
         # escape the working directory: in a pattern, only the given part may match as a glob

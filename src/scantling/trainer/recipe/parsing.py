@@ -7,7 +7,7 @@ maybe` and thousands of brackets, and a few nested aliases expand to gigabytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +164,18 @@ for _each in (_StrictLoader, _StrictDumper):
         re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
         list("-+0123456789."),
     )
+
+
+def get_section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the mapping under a name, or an empty one if it is missing or not a mapping."""
+    section = content.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def flatten(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings by dotted key; an empty mapping counts as a value."""
+    if isinstance(content, Mapping) and content:
+        for key, inner in content.items():
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, content

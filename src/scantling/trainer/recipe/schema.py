@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator
 
+from scantling.comm.config import OPTIONS, Exchange, ResidualFormat, Values
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -103,7 +104,7 @@ class Clicks(Section):
     """For categories with their own ids: categories rarer than this in the training rows share the id of unknown
     ones."""
 
-    def rows_of(self, column: str) -> int | None:
+    def num_rows(self, column: str) -> int | None:
         """Return the number of ids that a column's categories are hashed to; None if each category has its own id."""
         return self.table_size.get(column) if isinstance(self.table_size, dict) else self.table_size
 
@@ -290,6 +291,12 @@ def adapt_steps(adapt: float, steps: int) -> int:
     return max(1, round(adapt * steps) if adapt <= 1.0 else round(adapt))
 
 
+def _demo_option(name: str) -> Any:
+    """Return a field with the default, the limits and the description of an option of the exchange."""
+    option, limits = OPTIONS[name], OPTIONS[name].metadata
+    return Field(default=option.default, ge=limits["least"], le=limits["most"], description=f"demo: {limits['doc']}")
+
+
 class CommSection(Section):
     """Communication between the processes of a run."""
 
@@ -303,39 +310,23 @@ class CommSection(Section):
     it, a model with such parameters raises an error."""
     timeout: float = Field(default=300.0, gt=0.0, le=1e7)
     """Seconds that processes wait for each other in a step; they wait longer for data and for checkpoint checksums."""
-    topk: int = Field(default=32, ge=1)
-    """demo: components to send per block of chunk x chunk."""
-    chunk: int = Field(default=64, ge=1, le=4096)
-    """demo: longest side of a block."""
-    decay: float = Field(default=0.95, ge=0.0, le=1.0)
-    """demo: decay of the momentum per step."""
-    alpha: float = Field(default=1.0, ge=0.0, le=1.0)
-    """demo: share of the sent components that is subtracted from the momentum."""
-    values: Literal["fp32", "bf16", "int8", "int4", "sign"] = "sign"
-    """demo: format of the components."""
-    dense: Literal["fp32", "bf16", "int8", "int4", "sign"] = "bf16"
-    """demo: format of parameters that are not matrices (embeddings, vectors); they are sent in full."""
-    exchange: Literal["auto", "all_gather", "owner", "dense"] = "auto"
-    """demo: transport of the messages. `auto` selects the one that sends fewer bytes; `dense` sends everything by
-    all-reduce."""
-    sync_every: int = Field(default=1, ge=1)
-    """demo: steps between exchanges. In the steps between, gradients are only accumulated; there are no local steps."""
-    state_sync_every: int | None = Field(default=None, ge=1)
-    """demo: number of exchanges between averages of all processes' momenta. Default: never."""
-    check_every: int | None = Field(default=100, ge=1)
-    """demo: number of exchanges between comparisons of all processes' parameters; null for never."""
-    delay: int = Field(default=0, ge=0, le=1)
-    """demo: steps from an exchange to its result; with 1, messages have a whole step to arrive."""
-    overlap: bool = False
-    """demo: send finished parts during the backward pass. Needs `train.clip: null`."""
-    residual: Literal["fp32", "int8"] = "fp32"
-    """demo: format of each process's momentum."""
+    topk: int = _demo_option("topk")
+    chunk: int = _demo_option("chunk")
+    decay: float = _demo_option("decay")
+    values: Values = _demo_option("values")
+    dense: Values = _demo_option("dense")
+    residual: ResidualFormat = _demo_option("residual")
+    exchange: Exchange = _demo_option("exchange")
+    sync_every: int = _demo_option("sync_every")
+    state_sync_every: int | None = _demo_option("state_sync_every")
+    check_every: int | None = _demo_option("check_every")
+    delay: int = _demo_option("delay")
+    overlap: bool = _demo_option("overlap")
 
     @property
     def demo_options(self) -> dict[str, Any]:
         """The arguments of `MomentumExchange`."""
-        others = ("name", "find_unused_parameters", "timeout")
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in others}
+        return {name: getattr(self, name) for name in OPTIONS}
 
 
 class FormatSection(Section):

@@ -1,34 +1,27 @@
-"""Charts of the report: each is a pure function from runs to one self-contained SVG.
-
-Text stays text. The charts use matplotlib's object interface: no pyplot, no global state. The same runs give the same
-bytes.
-"""
+"""Charts of the reports: each is a pure function from runs, or a fitted law, to one self-contained SVG element."""
 
 from __future__ import annotations
 
-import html
-import io
 import itertools
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from scantling.trainer.reporting.format import format_bytes, format_number, format_percent, format_seconds
-from scantling.trainer.reporting.runs import Column, Run, number
+from scantling.trainer.reporting.metrics import Column, finite_or_none
+from scantling.trainer.reporting.runs import Run
+from scantling.trainer.reporting.svg import BASE, COLORS, HEIGHT, INK, MEASURED, PLANNED, line_style, render_svg
 
-COLORS = ("#2563eb", "#d9480f", "#0f8a6a", "#a21caf", "#b7791f", "#0e7490", "#be123c", "#4b5563")
-"""Colors of the runs, in order, also distinguishable by color-blind readers; they repeat with dashed lines."""
+if TYPE_CHECKING:
+    from scantling.laws import Fit
 
 PHASES = (
     ("data", "#94a3b8"),
@@ -39,8 +32,6 @@ PHASES = (
     ("other", "#d6dbe3"),
 )
 """Phases of a step and their colors; "other" is the remaining time of the step."""
-
-BASE, PLANNED, MEASURED = "#c9d0da", "#8a94a3", "#3b4554"
 
 PARTS = {
     "base": ("base_bytes", BASE),
@@ -54,73 +45,15 @@ PARTS = {
 }
 """Parts of a plan's peak memory, from the bottom up: label, key of the plan, color."""
 
-_INK, _FAINT, _GRID, _EDGE, _PAPER = "#1c2430", "#5b6675", "#e4e8ee", "#b8c0cc", "#ffffff"
-_WIDTH, _HEIGHT = 5.0, 3.0
-_MOST_POINTS = 1000
+_MAX_POINTS = 1000
 _SMOOTH_BLOCKS = 4096
-_LARGEST = 1e60
+_MAX_VALUE = 1e60
 """Larger values are not drawn, because sums and axis limits would overflow."""
-_MOST_LAYERS, _RANK_CELLS = 60, 60
+_MAX_LAYERS, _RANK_CELLS = 60, 60
 _RANK_COLORS = mpl.colormaps["Blues"]
-
-DARK = {
-    **dict(
-        zip(
-            COLORS,
-            ("#6ea0ff", "#ff8a4c", "#3ecf9f", "#e07bea", "#e5b04b", "#4cc3dc", "#ff7b93", "#aab4c2"),
-            strict=True,
-        )
-    ),
-    "#2f5fd0": "#5b8def",
-    "#94a3b8": "#8796ab",
-    "#7dabf8": "#a9c6fb",
-    "#d6dbe3": "#5a6472",
-    BASE: "#56606f",
-    PLANNED: "#8d97a6",
-    MEASURED: "#d3d9e2",
-    "#56b4a0": "#7fd6c3",
-    "#a78bda": "#bfa5ee",
-    _INK: "#e6e9ee",
-    _FAINT: "#a3adba",
-    _GRID: "#2c343f",
-    _EDGE: "#4c5664",
-    _PAPER: "#14181e",
-}
-"""The color on a dark page of each color on a light page."""
 
 Parts = list[tuple[float, str, str]]
 """Parts of a bar: value, label, color."""
-
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "axes.edgecolor": _EDGE,
-    "axes.labelcolor": _FAINT,
-    "axes.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "text.color": _INK,
-}
-
-
-def themed(svg: str) -> str:
-    """Return an SVG element whose colors are CSS variables, such as `var(--c2563eb, #2563eb)`."""
-    return re.sub(r"#[0-9a-f]{6}\b", lambda found: css_color(found[0]), svg)
-
-
-def css_color(color: str) -> str:
-    """Return the CSS variable of a chart's color; a color that is the same on every page is unchanged."""
-    return f"var(--c{color[1:]}, {color})" if color in DARK else color
 
 
 def loss_chart(runs: Sequence[Run]) -> str | None:
@@ -144,7 +77,7 @@ def loss_chart(runs: Sequence[Run]) -> str | None:
     if not _any_finite(runs, "loss"):
         return None
     starts = [(run, len(run.steps) // 20) for run in runs]
-    return svg("loss", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+    return render_svg("loss", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
 
 def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
@@ -157,7 +90,7 @@ def loss_by_tokens_chart(runs: Sequence[Run]) -> str | None:
 
     if not any((np.isfinite(_values(run, "loss")) & (_values(run, "tokens") > 0)).any() for run in runs):
         return None
-    return svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
+    return render_svg("loss-by-tokens", _describe("Loss", runs, "loss", lambda v: f"{v:.3f}"), draw)
 
 
 def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
@@ -165,9 +98,9 @@ def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
 
     def draw(axes: Axes) -> None:
         highest = 0.0
-        for place, run in enumerate(runs):
+        for i, run in enumerate(runs):
             values = _values(run, key)
-            _curve(axes, place, run.steps, values)
+            _curve(axes, i, run.steps, values)
             finite = values[np.isfinite(values)]
             if len(finite):
                 highest = max(highest, 1.25 * float(np.percentile(finite, 98)), float(np.nanmax(smooth(values))))
@@ -177,7 +110,7 @@ def curve_chart(runs: Sequence[Run], key: str, label: str) -> str | None:
 
     if not _any_finite(runs, key):
         return None
-    return svg(key, _describe(label.capitalize(), runs, key, format_number), draw)
+    return render_svg(key, _describe(label.capitalize(), runs, key, format_number), draw)
 
 
 def phase_chart(runs: Sequence[Run]) -> str | None:
@@ -193,16 +126,16 @@ def phase_chart(runs: Sequence[Run]) -> str | None:
     )
     description = f"Median time of one step by phase. {listed}"
     if len(runs) > 1:
-        return svg(
+        return render_svg(
             "phases", description, lambda axes: _stacked_bars(axes, bars, format_seconds), height=_bar_height(len(bars))
         )
     parts = bars[0][1]
     total = sum(value for value, _, _ in parts)
     rows = [
         (label, start, value, color, f"{format_seconds(value)}, {format_percent(value / total, 0)}")
-        for label, start, value, color in _running(parts)
+        for label, start, value, color in _stack(parts)
     ]
-    return svg("phases", description, lambda axes: _waterfall(axes, rows))
+    return render_svg("phases", description, lambda axes: _waterfall(axes, rows))
 
 
 def memory_chart(runs: Sequence[Run]) -> str | None:
@@ -210,8 +143,8 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
     planned = [_planned_parts(run) for run in runs]
     measured = [_measured_parts(run) for run in runs]
     listed = "; ".join(
-        f"{run.name}: planned {format_bytes(number(run.plan.get('peak_memory_bytes')))},"
-        f" measured {format_bytes(run.figure('peak_memory_bytes'))}"
+        f"{run.name}: planned {format_bytes(finite_or_none(run.plan.get('peak_memory_bytes')))},"
+        f" measured {format_bytes(run.metric('peak_memory_bytes'))}"
         for run in runs
     )
     description = f"Peak memory, planned and measured. {listed}"
@@ -219,36 +152,42 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
         bars = []
         for run, plan, found in zip(runs, planned, measured, strict=True):
             bars += [
-                (f"{_short(run.name, 16)}, {kind}", parts) for kind, parts in (("planned", plan), ("measured", found))
+                (f"{_truncate(run.name, 16)}, {kind}", parts)
+                for kind, parts in (("planned", plan), ("measured", found))
             ]
         bars = [(name, parts) for name, parts in bars if any(value for value, _, _ in parts)]
         if not bars:
             return None
-        return svg(
+        return render_svg(
             "memory", description, lambda axes: _stacked_bars(axes, bars, format_bytes), height=_bar_height(len(bars))
         )
-    rows = [(label, start, value, color, format_bytes(value)) for label, start, value, color in _running(planned[0])]
+    rows = [(label, start, value, color, format_bytes(value)) for label, start, value, color in _stack(planned[0])]
     for label, parts in (("planned peak", planned[0]), ("measured peak", measured[0])):
         total = sum(value for value, _, _ in parts)
         if total:
             rows.append((label, 0.0, total, MEASURED if "measured" in label else PLANNED, format_bytes(total)))
-    return (
-        svg("memory", description, lambda axes: _waterfall(axes, rows), height=_bar_height(len(rows))) if rows else None
-    )
+    if not rows:
+        return None
+    return render_svg("memory", description, lambda axes: _waterfall(axes, rows), height=_bar_height(len(rows)))
 
 
 def rank_chart(run: Run) -> str | None:
     """Return the ranks of TT layers over the steps: a row per layer, darker for a larger share of initial ranks."""
     if len(run.ranks) < 2:
         return None
-    names = [name for name in run.ranks[0][1] if all(name in ranks for _, ranks in run.ranks)][:_MOST_LAYERS]
+    names = [name for name in run.ranks[0][1] if all(name in ranks for _, ranks in run.ranks)][:_MAX_LAYERS]
     if not names:
         return None
     last = int(run.steps[-1])
     edges = np.unique(np.linspace(run.ranks[0][0] - 1, last, _RANK_CELLS + 1).astype(int))
     changes = [step for step, _ in run.ranks]
     at = [run.ranks[max(0, bisect_right(changes, edge) - 1)][1] for edge in edges[1:]]
-    shares = np.array([[_inner(ranks[name]) / max(1, _inner(run.ranks[0][1][name])) for ranks in at] for name in names])
+    shares = np.array(
+        [
+            [_mean_inner_rank(ranks[name]) / max(1, _mean_inner_rank(run.ranks[0][1][name])) for ranks in at]
+            for name in names
+        ]
+    )
 
     def draw(axes: Axes) -> None:
         for row, (name, values) in enumerate(zip(names, shares, strict=True)):
@@ -256,21 +195,50 @@ def rank_chart(run: Run) -> str | None:
             spans = [(edges[a], edges[b] - edges[a]) for a, b in itertools.pairwise(starts)]
             colors = [_RANK_COLORS(0.08 + 0.8 * values[a]) for a in starts[:-1]]
             axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=colors, linewidth=0)
-            axes.text(last * 1.01, row, f"{_inner(at[-1][name]):g}", va="center", fontsize=8)
-        axes.set_yticks(range(len(names)), [_short(name[-26:]) for name in names], fontsize=8, parse_math=False)
+            axes.text(last * 1.01, row, f"{_mean_inner_rank(at[-1][name]):g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(names)), [_truncate(name[-26:]) for name in names], fontsize=8, parse_math=False)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlim(edges[0], last * 1.06)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
-    ends = ", ".join(f"{name} {_inner(at[-1][name]):g}" for name in names)
-    return svg(
-        "ranks", f"Mean rank of each layer at the end: {ends}", draw, height=max(_HEIGHT, 0.7 + 0.2 * len(names))
+    ends = ", ".join(f"{name} {_mean_inner_rank(at[-1][name]):g}" for name in names)
+    return render_svg(
+        "ranks", f"Mean rank of each layer at the end: {ends}", draw, height=max(HEIGHT, 0.7 + 0.2 * len(names))
     )
 
 
-def _inner(ranks: Sequence[int]) -> float:
+def fit_chart(fit: Fit) -> str:
+    """Return predicted over measured loss, one dot per run, colored by size; a perfect prediction is on the line.
+
+    Args:
+        fit: fit of any law.
+    """
+    measured = fit.runs["loss"]
+    predicted = measured * np.exp(fit.residuals)
+    sizes = np.unique(fit.runs["N"])
+    groups = np.array_split(sizes, min(len(sizes), len(COLORS)))
+
+    def draw(axes: Axes) -> None:
+        ends = [min(measured.min(), predicted.min()), max(measured.max(), predicted.max())]
+        axes.plot(ends, ends, color="#b8c0cc", linewidth=1)
+        for group, color in zip(groups, COLORS, strict=False):
+            chosen = np.isin(fit.runs["N"], group)
+            label = " to ".join(dict.fromkeys(format_number(float(each)) for each in (group[0], group[-1])))
+            axes.plot(measured[chosen], predicted[chosen], "o", color=color, markersize=3.5, alpha=0.8, label=label)
+        axes.set_xlabel("measured loss (nats)")
+        axes.set_ylabel("predicted loss (nats)")
+        axes.grid(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(title="parameters", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    error = format_percent(fit.mean_error, 2)
+    description = f"Predicted over measured loss of {fit.runs.count} runs; mean error {error}."
+    return render_svg(f"fit-{fit.law.name}", description, draw)
+
+
+def _mean_inner_rank(ranks: Sequence[int]) -> float:
     """Return the mean of the ranks between TT cores, without the outer ones."""
     return float(np.mean(ranks[1:-1])) if len(ranks) > 2 else 1.0
 
@@ -306,36 +274,31 @@ def smooth(values: Column) -> Column:
     return np.repeat(result, block)[: len(values)]
 
 
-def line_style(place: int) -> tuple[str, str]:
-    """Return color and dashes of the run with this index."""
-    return COLORS[place % len(COLORS)], ("-", "--", ":", "-.")[place // len(COLORS) % 4]
-
-
 def _loss_curves(axes: Axes, runs: Sequence[Run], over: str) -> None:
-    for place, run in enumerate(runs):
+    for i, run in enumerate(runs):
         x, held_out = _values(run, over), _values(run, "eval_loss")
         if over == "tokens":  # on a logarithmic axis
             x = np.where(x > 0, x, np.nan)
-        _curve(axes, place, x, _values(run, "loss"))
-        seen = _pick_evenly(np.flatnonzero(np.isfinite(held_out)), _MOST_POINTS)
+        _curve(axes, i, x, _values(run, "loss"))
+        seen = _pick_evenly(np.flatnonzero(np.isfinite(held_out)), _MAX_POINTS)
         axes.plot(
             x[seen],
             held_out[seen],
             "o",
             color="white",
-            markeredgecolor=line_style(place)[0],
+            markeredgecolor=line_style(i)[0],
             markeredgewidth=1.6,
             markersize=5.5,
             zorder=5,
         )
 
 
-def _curve(axes: Axes, place: int, x: Column, y: Column) -> None:
+def _curve(axes: Axes, i: int, x: Column, y: Column) -> None:
     """Draw one run's values, raw (faint) and smoothed; a single value as a small square, because a line needs two."""
-    color, dashes = line_style(place)
+    color, dashes = line_style(i)
     extremes = _extremes(y)
     axes.plot(x[extremes], y[extremes], color=color, alpha=0.22, linewidth=0.9)
-    shown = _pick_evenly(np.arange(len(x)), _MOST_POINTS)
+    shown = _pick_evenly(np.arange(len(x)), _MAX_POINTS)
     axes.plot(
         x[shown],
         smooth(y)[shown],
@@ -380,7 +343,7 @@ def _stacked_bars(axes: Axes, bars: Sequence[tuple[str, Parts]], show: Callable[
     labels: dict[str, str] = {}
     for row, (_, parts) in enumerate(bars):
         total = sum(value for value, _, _ in parts)
-        for label, start, value, color in _running(parts):
+        for label, start, value, color in _stack(parts):
             axes.barh(row, value, left=start, height=0.62, color=color, edgecolor="white", linewidth=0.6)
             if value > 0.002 * longest:  # invisible parts need no legend
                 labels.setdefault(label, color)
@@ -394,14 +357,14 @@ def _stacked_bars(axes: Axes, bars: Sequence[tuple[str, Parts]], show: Callable[
 
 
 def _bar_axes(axes: Axes, labels: Sequence[str], longest: float) -> None:
-    axes.set_yticks(range(len(labels)), [_short(label) for label in labels], color=_INK, parse_math=False)
+    axes.set_yticks(range(len(labels)), [_truncate(label) for label in labels], color=INK, parse_math=False)
     axes.set_ylim(max(len(labels), 3) - 0.4, -0.6)
     axes.set_xlim(0, 1.28 * longest)
     axes.xaxis.set_visible(False)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
 
 
-def _running(parts: Parts) -> list[tuple[str, float, float, str]]:
+def _stack(parts: Parts) -> list[tuple[str, float, float, str]]:
     """Return the nonempty parts as (label, start, length, color), each starting at the end of the previous one."""
     rows, start = [], 0.0
     for value, label, color in parts:
@@ -429,47 +392,7 @@ def _measured_parts(run: Run) -> Parts:
 
 
 def _bar_height(bars: int) -> float:
-    return max(_HEIGHT, 0.9 + 0.3 * bars)
-
-
-def svg(name: str, description: str, draw: Callable[[Axes], None], *, height: float = _HEIGHT) -> str:
-    """Return what `draw` draws as an SVG element, in the report's style.
-
-    Args:
-        name: name of the chart, the prefix of its ids, which must be unique in the page.
-        description: text for readers who cannot see the chart.
-        draw: draws on empty axes.
-        height: in inches; all charts have the same width.
-    """
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
-        # with text kept as text, the reader's fonts supply glyphs that this font lacks
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure.add_subplot())
-        file = io.StringIO()
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    return _inline(file.getvalue(), name, description)
-
-
-def _inline(text: str, name: str, description: str) -> str:
-    """Return an SVG file as an HTML element: scaled to its box, with a description and unique ids."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    used = set(re.findall(r"""(?:href="#|url\(#)([^")]+)""", text))
-    text = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", text)
-    text = re.sub(r"""(href="#|url\(#)""", rf"\g<1>{name}-", text)
-    box = re.search(r'viewBox="([^"]+)"', text)
-    if box is None:
-        raise AssertionError("matplotlib writes a viewBox")
-    label = html.escape(description, quote=True)
-    opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{box[1]}"'
-        f' role="img" aria-label="{label}">'
-    )
-    return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1).strip()
+    return max(HEIGHT, 0.9 + 0.3 * bars)
 
 
 def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
@@ -481,10 +404,10 @@ def _pick_evenly(indices: NDArray[np.intp], most: int) -> NDArray[np.intp]:
 
 
 def _extremes(y: Column) -> NDArray[np.intp]:
-    """Return indices of at most about `_MOST_POINTS` values: minimum and maximum of each bucket, and both ends."""
-    if len(y) <= _MOST_POINTS:
+    """Return indices of at most about `_MAX_POINTS` values: minimum and maximum of each bucket, and both ends."""
+    if len(y) <= _MAX_POINTS:
         return np.arange(len(y))
-    starts = np.linspace(0, len(y), _MOST_POINTS // 2 + 1).astype(int)
+    starts = np.linspace(0, len(y), _MAX_POINTS // 2 + 1).astype(int)
     parts = (np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), -y, np.inf))
     buckets = list(itertools.pairwise(starts))
     chosen = [start + int(part[start:end].argmin()) for start, end in buckets for part in parts]
@@ -494,13 +417,13 @@ def _extremes(y: Column) -> NDArray[np.intp]:
 def _values(run: Run, key: str) -> Column:
     """Return a column without values that are too large to draw."""
     values = run.column(key)
-    return np.where(np.abs(values) <= _LARGEST, values, np.nan)
+    return np.where(np.abs(values) <= _MAX_VALUE, values, np.nan)
 
 
 def _size(value: object) -> float:
     """Return a number of bytes that can be drawn; 0 for everything else."""
-    found = number(value)
-    return found if found is not None and 0 < found <= _LARGEST else 0.0
+    found = finite_or_none(value)
+    return found if found is not None and 0 < found <= _MAX_VALUE else 0.0
 
 
 def _any_finite(runs: Sequence[Run], key: str) -> bool:
@@ -522,5 +445,5 @@ def _tick(value: float) -> str:
     return re.sub(r"\.?0+(?=[a-zA-Z]|$)", "", text) if "." in (text := format_number(value)) else text
 
 
-def _short(name: str, most: int = 26) -> str:
+def _truncate(name: str, most: int = 26) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scantling.files import strict, write_whole
+from scantling.files import replace_nonfinite, write_atomic
 from scantling.trainer.reporting.format import (
     MISSING,
     SAME,
@@ -21,14 +21,15 @@ from scantling.trainer.reporting.format import (
     format_ratio,
     format_seconds,
 )
-from scantling.trainer.reporting.runs import Run, number
+from scantling.trainer.reporting.metrics import finite_or_none
+from scantling.trainer.reporting.runs import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricLine:
     """One line of the comparison.
 
     Attributes:
@@ -57,25 +58,25 @@ def _percentage_points(value: float | None, reference: float | None) -> str:
     return f"{points:+.2f} points" if abs(points) < 1e12 else f"{points:+.2e} points"
 
 
-FIGURES = (
-    Figure("parameters", "num_parameters", format_number),
-    Figure("weights", "weight_bytes", format_bytes),
-    Figure("gradients", "gradient_bytes", format_bytes),
-    Figure("optimizer state", "optimizer_state_bytes", format_bytes),
-    Figure("residuals of the exchange", "residual_bytes", format_bytes),
-    Figure("sent per step and rank", "wire_bytes", format_bytes),
-    Figure("tokens per second", "tokens_per_s", format_number, lower_is_better=False),
-    Figure("step time (median)", "step_s", format_seconds),
-    Figure("peak memory", "peak_memory_bytes", format_bytes),
-    Figure("peak memory above base", "added_memory_bytes", format_bytes),
-    Figure("tokens trained on", "tokens", format_number, lower_is_better=None),
-    Figure("train loss", "train_loss", format_decimal, format_difference),
-    Figure("held-out loss (nats)", "eval_loss", format_decimal, format_difference),
-    Figure("bits per byte", "bits_per_byte", format_decimal, format_difference),
-    Figure("accuracy", "accuracy", _percent, _percentage_points, lower_is_better=False),
-    Figure("AUC", "auc", format_decimal, format_difference, lower_is_better=False),
-    Figure("normalized entropy", "normalized_entropy", format_decimal, format_difference),
-    Figure("energy, first process (J)", "energy_j", format_number),
+METRICS = (
+    MetricLine("parameters", "num_parameters", format_number),
+    MetricLine("weights", "weight_bytes", format_bytes),
+    MetricLine("gradients", "gradient_bytes", format_bytes),
+    MetricLine("optimizer state", "optimizer_state_bytes", format_bytes),
+    MetricLine("exchange residuals", "residual_bytes", format_bytes),
+    MetricLine("sent per step and rank", "wire_bytes", format_bytes),
+    MetricLine("tokens per second", "tokens_per_s", format_number, lower_is_better=False),
+    MetricLine("step time (median)", "step_s", format_seconds),
+    MetricLine("peak memory", "peak_memory_bytes", format_bytes),
+    MetricLine("peak memory above base", "added_memory_bytes", format_bytes),
+    MetricLine("training tokens", "tokens", format_number, lower_is_better=None),
+    MetricLine("train loss", "train_loss", format_decimal, format_difference),
+    MetricLine("held-out loss (nats)", "eval_loss", format_decimal, format_difference),
+    MetricLine("bits per byte", "bits_per_byte", format_decimal, format_difference),
+    MetricLine("accuracy", "accuracy", _percent, _percentage_points, lower_is_better=False),
+    MetricLine("AUC", "auc", format_decimal, format_difference, lower_is_better=False),
+    MetricLine("normalized entropy", "normalized_entropy", format_decimal, format_difference),
+    MetricLine("energy, first process (J)", "energy_j", format_number),
 )
 """Lines of the comparison, in order; a line without a value in any run is omitted."""
 
@@ -93,19 +94,19 @@ class CompareRow:
     better: tuple[bool | None, ...]
 
 
-def figure(run: Run, key: str) -> float | None:
+def metric_value(run: Run, key: str) -> float | None:
     """Return a number of the run's result, or one derived from it."""
     if key == "added_memory_bytes":
-        peak, base = run.figure("peak_memory_bytes"), run.figure("base_memory_bytes")
-        return None if peak is None or base is None else number(peak - base)
-    return run.figure(key)
+        peak, base = run.metric("peak_memory_bytes"), run.metric("base_memory_bytes")
+        return None if peak is None or base is None else finite_or_none(peak - base)
+    return run.metric(key)
 
 
 def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
     """Return the lines of the comparison; the first run is the reference."""
     rows = []
-    for line in FIGURES:
-        values = [figure(run, line.key) for run in runs]
+    for line in METRICS:
+        values = [metric_value(run, line.key) for run in runs]
         if all(value is None for value in values):
             continue
         others = values[1:]
@@ -120,11 +121,11 @@ def compare_rows(runs: Sequence[Run]) -> list[CompareRow]:
     return rows
 
 
-def _label(line: Figure, runs: Sequence[Run]) -> str:
+def _label(line: MetricLine, runs: Sequence[Run]) -> str:
     """Return the label of a line; for the train loss, it includes the number of averaged steps."""
     if line.key != "train_loss":
         return line.label
-    counts = {int(count) for run in runs if (count := run.figure("train_loss_steps")) is not None}
+    counts = {int(count) for run in runs if (count := run.metric("train_loss_steps")) is not None}
     return f"{line.label} ({format_last_steps(min(counts), max(counts))})" if counts else line.label
 
 
@@ -142,12 +143,12 @@ def compare_table(runs: Sequence[Run]) -> Table:
         table.add_column("change", justify="right")
     for row in compare_rows(runs):
         cells = [Text(value) for value in row.values]
-        for place, (change, better) in enumerate(zip(row.changes, row.better, strict=True), start=1):
+        for i, (change, better) in enumerate(zip(row.changes, row.better, strict=True), start=1):
             style = {True: "green", False: "yellow", None: "dim"}[better]
             if in_last_column:
                 cells.append(Text(change, style))
             elif change not in (MISSING, SAME):
-                cells[place].append(f" ({change})", style)
+                cells[i].append(f" ({change})", style)
         table.add_row(row.label, *cells)
     return table
 
@@ -160,23 +161,23 @@ def write_compare(runs: Sequence[Run], out_dir: str | Path) -> Path:
     """
     path = Path(out_dir) / "compare.json"
     content = {"runs": [_entry(run) for run in runs]}
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     return path
 
 
 def _entry(run: Run) -> dict[str, Any]:
-    figures = {line.key: figure(run, line.key) for line in FIGURES}
-    whole = {key: int(value) for key, value in figures.items() if value is not None and value.is_integer()}
+    metrics = {line.key: metric_value(run, line.key) for line in METRICS}
+    whole = {key: int(value) for key, value in metrics.items() if value is not None and value.is_integer()}
     return {
         "name": run.name,
         "run_dir": str(run.path),
-        **{key: strict(value) for key, value in run.result.items() if key != "name"},
-        **figures,
+        **{key: replace_nonfinite(value) for key, value in run.result.items() if key != "name"},
+        **metrics,
         **{key: value for key, value in whole.items() if key.endswith("_bytes") or key in ("num_parameters", "tokens")},
     }
 
 
-def _is_better(value: float | None, reference: float | None, line: Figure) -> bool | None:
+def _is_better(value: float | None, reference: float | None, line: MetricLine) -> bool | None:
     """Return True if a change is an improvement; None without a direction, or if the ratio is within 0.5 % of 1."""
     if value is None or reference is None or line.lower_is_better is None or value == reference:
         return None

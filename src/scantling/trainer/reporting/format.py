@@ -15,6 +15,7 @@ _HUGE = 1e12
 _SI = ("k", "M", "G", "T", "P", "E")
 
 
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff]")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i)?B\b|tok/s|m?s\b)")
 
 
@@ -23,7 +24,7 @@ def fold_lines(text: str, width: int, *, indent: str | None = None) -> str:
 
     Args:
         text: any number of lines.
-        width: of the terminal.
+        width: width of the terminal.
         indent: prefix of continuation lines. Default: the indent of the line that is continued.
     """
 
@@ -42,6 +43,11 @@ def fold_lines(text: str, width: int, *, indent: str | None = None) -> str:
         return parts.replace("\u00a0", " ") if joined != line else parts
 
     return "\n".join(map(folded, text.split("\n")))
+
+
+def replace_unprintable(text: str) -> str:
+    """Replace control characters and lone surrogates, which terminals and files cannot show."""
+    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def format_bytes(value: float | None) -> str:

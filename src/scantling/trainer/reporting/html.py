@@ -17,9 +17,9 @@ from markupsafe import Markup
 
 import scantling
 from scantling.errors import UserError
-from scantling.files import write_whole
-from scantling.trainer.recipe.mappings import flattened, section_of
-from scantling.trainer.reporting import charts
+from scantling.files import write_atomic
+from scantling.trainer.recipe.parsing import flatten, get_section
+from scantling.trainer.reporting import charts, svg
 from scantling.trainer.reporting.compare import compare_rows
 from scantling.trainer.reporting.format import (
     MISSING,
@@ -29,14 +29,15 @@ from scantling.trainer.reporting.format import (
     format_percent,
     format_seconds,
 )
-from scantling.trainer.reporting.runs import Run, number
+from scantling.trainer.reporting.metrics import finite_or_none
+from scantling.trainer.reporting.runs import Run
 
 _PLANNED = (
     ("parameters", "num_parameters", format_number),
     ("weights", "weight_bytes", format_bytes),
     ("gradients", "gradient_bytes", format_bytes),
     ("optimizer state", "optimizer_state_bytes", format_bytes),
-    ("residuals of the exchange", "residual_bytes", format_bytes),
+    ("exchange residuals", "residual_bytes", format_bytes),
     ("sent per step and rank", "wire_bytes", format_bytes),
     ("tokens per step", "tokens_per_step", format_number),
     ("peak memory", "peak_memory_bytes", format_bytes),
@@ -80,7 +81,7 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
     if not runs:
         raise UserError("a report needs at least one run")
     target = Path(path)
-    write_whole(target, render(runs))
+    write_atomic(target, render(runs))
     return target
 
 
@@ -97,16 +98,16 @@ def render(runs: Sequence[Run]) -> str:
         title=_title(runs),
         runs=runs,
         states=[_state(run) for run in runs],
-        dark={f"--c{color[1:]}": dark for color, dark in charts.DARK.items()},
-        styles=[_css_line(place) for place in range(len(runs))],
-        facts=_facts(runs[0]) if len(runs) == 1 else [],
+        dark={f"--c{color[1:]}": dark for color, dark in svg.DARK.items()},
+        styles=[_line_css(i) for i in range(len(runs))],
+        summary=_run_summary(runs[0]) if len(runs) == 1 else [],
         rows=compare_rows(runs),
         charts=_charts(runs),
         plans=_plan_lines(runs),
         notes=list(dict.fromkeys(note for run in runs for note in _texts(run.plan.get("notes")))),
-        differences=_differing([dict(flattened(run.recipe)) for run in runs], leave_out={"name"}),
+        differences=_different_values([dict(flatten(run.recipe)) for run in runs], leave_out={"name"}),
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
-        surroundings=_side_by_side([dict(flattened(run.environment)) for run in runs]),
+        environment_rows=_merge_columns([dict(flatten(run.environment)) for run in runs]),
         missing=MISSING,
         quiet=(MISSING, SAME),
         exact=EXACT,
@@ -134,22 +135,22 @@ def _state(run: Run) -> tuple[str, str]:
     return run.status, " · ".join(parts)
 
 
-def _css_line(place: int) -> tuple[str, str]:
-    color, dashes = charts.line_style(place)
-    return charts.css_color(color), {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
+def _line_css(i: int) -> tuple[str, str]:
+    color, dashes = svg.line_style(i)
+    return svg.css_color(color), {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}[dashes]
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _run_summary(run: Run) -> list[tuple[str, str]]:
     """Return a short description of the run, from the recipe and the environment."""
     recipe: Mapping[str, Any] = run.recipe
-    model, data, optim, train = (section_of(recipe, name) for name in ("model", "data", "optim", "train"))
+    model, data, optim, train = (get_section(recipe, name) for name in ("model", "data", "optim", "train"))
     source = next((f"{key}: {_text(data[key])}" for key in _sources() if data.get(key)), MISSING)
     batch = f"{train['batch_tokens']:,} tokens" if isinstance(train.get("batch_tokens"), int) else None
     images = data.get("images") or data.get("image_size")
     unit = "rows" if data.get("clicks") or data.get("criteo") else "images" if images else "sequences"
     batch = batch or (f"{train['batch_size']:,} {unit}" if isinstance(train.get("batch_size"), int) else MISSING)
-    hardware, versions = section_of(run.environment, "hardware"), section_of(run.environment, "versions")
-    facts = [
+    hardware, versions = get_section(run.environment, "hardware"), get_section(run.environment, "versions")
+    summary = [
         ("model", _text(model.get("preset") or model.get("hf"))),
         ("task", _text(model.get("task"))),
         ("data", source),
@@ -157,12 +158,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("sequence length", _text(data.get("seq_len")) if unit == "sequences" else MISSING),
         ("optimizer", f"{_text(optim.get('name'))}, lr {_text(optim.get('lr'))}"),
         ("batch per step", batch),
-        ("number format", _formats(section_of(recipe, "precision"))),
+        ("number format", _formats(get_section(recipe, "precision"))),
         ("processes", _text(run.environment.get("world_size"))),
         ("device", _text(", ".join(_texts(hardware.get("gpus"))) or hardware.get("cpu"))),
         ("torch", _text(versions.get("torch"))),
     ]
-    return [(label, value) for label, value in facts if value != MISSING]
+    return [(label, value) for label, value in summary if value != MISSING]
 
 
 def _formats(precision: Mapping[str, Any]) -> str:
@@ -189,28 +190,30 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     dots = " Dots: held-out loss." if any(np.isfinite(run.column("eval_loss")).any() for run in runs) else ""
     sources = {str(run.result.get("memory_source")) for run in runs}
     measured = ", ".join(text for key, text in _MEMORY_SOURCES.items() if key in sources)
-    made = [
-        ("Loss over steps", smoothed + dots + " The first steps may lie above.", charts.loss_chart(runs)),
+    drawn = [
+        ("Loss over steps", smoothed + dots + " The first steps may exceed the axis.", charts.loss_chart(runs)),
         ("Loss over tokens", smoothed + dots, charts.loss_by_tokens_chart(runs)),
-        ("Where a step's time goes", "Median per phase after the first tenth of the steps.", charts.phase_chart(runs)),
+        ("Step time by phase", "Medians after the first tenth of the steps.", charts.phase_chart(runs)),
         ("Tokens per second", smoothed, charts.curve_chart(runs, "tokens_per_s", "tokens per second")),
         (
             "Peak memory",
             f"Planned and measured ({measured})." if measured else "Planned and measured.",
             charts.memory_chart(runs),
         ),
-        ("Size of the cores", "Share of what it was at first.", charts.curve_chart(runs, "tensor_size", "share")),
+        ("TT parameters", "Share of the initial number.", charts.curve_chart(runs, "tensor_size", "share")),
         *(
             (
                 f"Ranks of {run.name}" if len(runs) > 1 else "Ranks",
-                "Mean rank of each layer: dark as at first, light as little is left; at the right where it ends.",
+                "Mean rank of each layer: the darker, the larger its share of the initial rank. Right: final rank.",
                 charts.rank_chart(run),
             )
             for run in runs
         ),
         ("Gradient norm", f"{smoothed} Before clipping.", charts.curve_chart(runs, "grad_norm", "gradient norm")),
     ]
-    return [Chart(title, caption, Markup(charts.themed(svg))) for title, caption, svg in made if svg is not None]
+    return [
+        Chart(title, caption, Markup(svg.apply_theme(chart))) for title, caption, chart in drawn if chart is not None
+    ]
 
 
 def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
@@ -222,10 +225,10 @@ def _plan_lines(runs: Sequence[Run]) -> list[tuple[str, list[PlanCell]]]:
 
 
 def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanCell:
-    planned = number(run.plan.get(key))
+    planned = finite_or_none(run.plan.get(key))
     if key == "residual_bytes" and not planned:
-        planned = None  # of an exchange without residuals
-    measured = _tokens_per_step(run) if key == "tokens_per_step" else run.figure(key)
+        planned = None  # the exchange has no residuals
+    measured = _tokens_per_step(run) if key == "tokens_per_step" else run.metric(key)
     difference = MISSING
     if planned is not None and measured is not None:
         if planned == measured:
@@ -239,17 +242,17 @@ def _tokens_per_step(run: Run) -> float | None:
     tokens = run.column("tokens")
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.diff(tokens, prepend=0.0) if run.steps[0] == 1 else np.diff(tokens)
-        return number(float(np.median(steps))) if len(steps) else None
+        return finite_or_none(float(np.median(steps))) if len(steps) else None
 
 
-def _differing(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
+def _different_values(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
     """Return the keys in which the mappings differ, each with its value in all of them."""
     keys = dict.fromkeys(key for one in flat for key in one)
-    found = [(key, [_text(one.get(key)) for one in flat]) for key in keys if key not in leave_out]
-    return [(key, values) for key, values in found if len(set(values)) > 1]
+    rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys if key not in leave_out]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _side_by_side(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def _merge_columns(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return every key with its values, or with one value if all are equal."""
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]

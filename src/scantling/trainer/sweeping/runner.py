@@ -26,31 +26,39 @@ from pathlib import Path
 from typing import Any
 
 from scantling.distributed.context import SINGLE_PROCESS
-from scantling.errors import STOPPED, UserError
-from scantling.files import no_follow, write_whole
+from scantling.errors import EXIT_STOPPED, UserError
+from scantling.files import no_follow, write_atomic
 from scantling.trainer.recipe import dump_recipe
-from scantling.trainer.sweeping import after
+from scantling.trainer.sweeping import evaluations
 from scantling.trainer.sweeping.grid import Case
 from scantling.trainer.sweeping.schema import Sweep
-from scantling.trainer.sweeping.table import FIGURES, Row, done_row, read_table, row_of, with_figures, write_table
+from scantling.trainer.sweeping.table import (
+    RESULT_COLUMNS,
+    Row,
+    add_metrics,
+    done_row,
+    make_row,
+    read_table,
+    write_table,
+)
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.rundir import InUseError, RunDir
 from scantling.trainer.training.signals import StopSignal, interrupt
 
 POLL_S = 0.2
-_MOST_ERROR = 500
-_TAIL = 1 << 16
+_MAX_ERROR_CHARS = 500
+_TAIL_BYTES = 1 << 16
 """Bytes to read at the end of a metrics file to get its last line."""
 
 
-class Watcher:
+class SweepCallback:
     """Callback interface for the progress of a sweep; every method does nothing by default."""
 
     def start(self, settled: Sequence[Case], waiting: Sequence[Case]) -> None:
         """Report how many runs are settled already and how many are to be run."""
 
-    def begin(self, case: Case, what: str) -> None:
-        """Report that a run begins, resumes, or is evaluated."""
+    def begin(self, case: Case, action: str) -> None:
+        """Report that a run starts, resumes, or is evaluated."""
 
     def progress(self, case: Case, record: Mapping[str, Any]) -> None:
         """Report that a run has completed a step; `record` as in `metrics.jsonl`."""
@@ -66,7 +74,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepResult:
     """Result of a sweep.
 
     Attributes:
@@ -85,7 +93,7 @@ class _Job:
     case: Case
     process: subprocess.Popen[bytes]
     log: Path
-    begins: int
+    log_offset: int
     slot: int
     """Index of the job among concurrent ones; with several GPUs, also selects its GPU."""
     row: Row | None
@@ -93,89 +101,89 @@ class _Job:
 
 
 @dataclass
-class Runner:
-    """Runner of the runs of a sweep that are not settled yet.
+class SweepRunner:
+    """Run the runs of a sweep that are not settled yet, each in its own process.
 
     Args:
         sweep: as read.
         grid: all of its runs.
         jobs: number of concurrent runs, which share the cores.
         retry: True to run failed runs again.
-        watcher: callback interface.
+        callback: callback interface.
     """
 
     sweep: Sweep
     grid: Sequence[Case]
     jobs: int = 1
     retry: bool = False
-    watcher: Watcher = field(default_factory=Watcher)
+    callback: SweepCallback = field(default_factory=SweepCallback)
 
     def __post_init__(self) -> None:
-        self._settings = after.given_settings(self.sweep.after)
-        self._columns = after.columns(self._settings)
+        self._settings = evaluations.evaluation_settings(self.sweep.after)
+        self._columns = evaluations.metric_columns(self._settings)
         self._rows: dict[str, Row] = {}
         self._busy: list[Case] = []
 
-    def states(self) -> dict[str, Row]:
+    def read_rows(self) -> dict[str, Row]:
         """Return the existing rows of the runs, from the table and the folders, by key; changes nothing."""
         table = read_table(self.sweep.table_path)
         rows = {}
         for case in self.grid:
             folder, row = self._folder(case), table.get(case.key)
-            found = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
-            if found is not None:
-                fresh = row_of(case, folder, found["state"])
+            old = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
+            if old is not None:
+                fresh = make_row(case, folder, old["state"])
                 # if the folder exists, the metrics of evaluations come from it and not from the table
-                known = FIGURES if self._is_here(case) else found.keys()
-                kept = {k: cell for k, cell in found.items() if k == "error" or (k in known and k not in fresh)}
-                rows[case.key] = with_figures({**fresh, **kept}, after.known_figures(folder, self._settings))
+                known = RESULT_COLUMNS if self._has_run(case) else old.keys()
+                kept = {k: cell for k, cell in old.items() if k == "error" or (k in known and k not in fresh)}
+                rows[case.key] = add_metrics({**fresh, **kept}, evaluations.stored_metrics(folder, self._settings))
         return rows
 
-    def lacking(self) -> list[UserError]:
+    def missing_files(self) -> list[UserError]:
         """Return the errors of evaluations whose files do not exist yet.
 
         Raises:
             UserError: an evaluation is impossible regardless of files.
         """
-        found = []
+        errors = []
         for name, given in self._settings.items():
-            evaluation = after.EVALUATIONS[name]
+            evaluation = evaluations.EVALUATIONS[name]
             try:
                 evaluation.check(given)
             except UserError as error:
-                if not evaluation.reads:
+                if not evaluation.reads_files:
                     raise
-                found.append(error)
-        return found
+                errors.append(error)
+        return errors
 
-    def run(self, chosen: Sequence[Case]) -> Outcome:
+    def run(self, chosen: Sequence[Case]) -> SweepResult:
         """Run the selected runs that are not settled, until all end or a signal arrives.
 
         Raises:
             UserError: another sweep uses this folder, or an evaluation is impossible.
             RunError: the table cannot be written.
         """
-        if lacking := self.lacking():
-            raise lacking[0]
+        if errors := self.missing_files():
+            raise errors[0]
         lock = RunDir(self.sweep.folder)
         try:
             lock.lock()
         except InUseError:
-            raise UserError(f"another sweep is at work in {self.sweep.folder}; wait for it") from None
+            raise UserError(f"another sweep is running in {self.sweep.folder}; wait until it ends") from None
         try:
-            self._rows = self.states()
-            waiting = [case for case in chosen if not self._settled(case)]
-            self.watcher.start([case for case in chosen if case not in waiting], waiting)
-            if others := self._of_other_grids():
-                self.watcher.message(f"{len(others)} of the table's rows are of other grids, and stay in it")
+            self._rows = self.read_rows()
+            waiting = [case for case in chosen if not self._is_settled(case)]
+            self.callback.start([case for case in chosen if case not in waiting], waiting)
+            if others := self._other_rows():
+                self.callback.message(f"the table keeps {len(others)} rows of other grids")
             self._write()
             stopped = self._work(waiting)
         finally:
-            self.watcher.close()
+            self.callback.close()
             lock.unlock()
-        return Outcome(self._rows, stopped, self._busy)
+        return SweepResult(self._rows, stopped, self._busy)
 
-    def _settled(self, case: Case) -> bool:
+    def _is_settled(self, case: Case) -> bool:
         row = self._rows.get(case.key)
         if row is None or row["state"] == "stopped":
             return False
@@ -185,76 +193,76 @@ class Runner:
 
     def _missing(self, case: Case) -> dict[str, Any]:
         """Return the missing evaluations of a finished run; none if its folder is missing."""
-        return after.missing(self._folder(case), self._settings) if self._is_here(case) else {}
+        return evaluations.missing_evaluations(self._folder(case), self._settings) if self._has_run(case) else {}
 
     def _work(self, waiting: Sequence[Case]) -> bool:
         """Run the waiting runs; return True if a signal stopped them."""
         queue, running = list(waiting), list[_Job]()
-        told = False
+        is_stopping = False
         with StopSignal(again=interrupt) as stop:  # a second signal raises; running jobs get it, too
             try:
                 while queue or running:
-                    if stop.received and not told:
-                        told = True
+                    if stop.received and not is_stopping:
+                        is_stopping = True
                         queue.clear()
-                        self.watcher.message("stopping: each run saves after the step it is in")
+                        self.callback.message("stopping: each run saves after its current step")
                         _signal(running)
                     while queue and len(running) < self.jobs:
                         slot = min({*range(self.jobs)} - {job.slot for job in running})
                         running += self._start(queue.pop(0), slot)
                     for job in [job for job in running if job.process.poll() is not None]:
                         running.remove(job)
-                        running += self._end(job, stopping=told)
+                        running += self._finish(job, stopping=is_stopping)
                     for job in running:
                         if job.row is None and (record := _last_record(self._folder(job.case) / "metrics.jsonl")):
-                            self.watcher.progress(job.case, record)
+                            self.callback.progress(job.case, record)
                     time.sleep(POLL_S)
             finally:
                 _signal(running)  # a second signal ends a run at once
                 for job in running:
                     job.process.wait()
-        return told
+        return is_stopping
 
     def _start(self, case: Case, slot: int) -> list[_Job]:
         """Start or resume a run; return nothing if another process is running it."""
         row = self._rows.get(case.key)
         folder = self._folder(case)
-        held = RunDir(folder)
+        run_dir = RunDir(folder)
         try:
-            held.lock()
+            run_dir.lock()
         except InUseError as error:
             self._busy.append(case)
-            self.watcher.message(f"{case.label}: left out, {error}")
+            self.callback.message(f"{case.label}: skipped, {error}")
             return []
-        held.unlock()
+        run_dir.unlock()
         if row is not None and row["state"] == "done":
             return self._evaluate(case, row, slot)
         recipe = self.sweep.folder / "recipes" / f"{case.key}.yaml"
-        write_whole(recipe, dump_recipe(case.recipe))
+        write_atomic(recipe, dump_recipe(case.recipe))
         # if all checkpoints are damaged, the run refuses to start and changes nothing: the user has to decide
-        resumes = bool(Checkpointer(held.checkpoints, SINGLE_PROCESS).steps())
-        how = "--resume" if resumes else "--force"
-        self.watcher.begin(case, "goes on" if resumes else "begins")
-        arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), how]
+        resumes = bool(Checkpointer(run_dir.checkpoints, SINGLE_PROCESS).steps())
+        mode = "--resume" if resumes else "--force"
+        self.callback.begin(case, "resumes" if resumes else "starts")
+        arguments = ["-m", "scantling", "train", str(recipe), "--run-dir", str(folder), mode]
         return [self._process(case, arguments, slot, None)]
 
     def _evaluate(self, case: Case, row: Row, slot: int) -> list[_Job]:
         settings = self._missing(case)
         if not settings:
             return []
-        self.watcher.begin(case, "is evaluated")
-        arguments = ["-m", "scantling.trainer.sweeping.after", str(self._folder(case)), json.dumps(settings)]
+        self.callback.begin(case, "evaluating")
+        arguments = ["-m", "scantling.trainer.sweeping.evaluations", str(self._folder(case)), json.dumps(settings)]
         return [self._process(case, arguments, slot, row)]
 
     def _process(self, case: Case, arguments: Sequence[str], slot: int, row: Row | None) -> _Job:
         environment = dict(os.environ)
         if self.jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(threads_a_job(self.jobs)))
+            environment.setdefault("OMP_NUM_THREADS", str(threads_per_job(self.jobs)))
         if self.jobs > 1 and len(self._gpus) > 1:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
         log = self._folder(case) / "log.txt"
         with open(log, "ab", opener=no_follow) as file:
-            begins = file.tell()
+            log_offset = file.tell()
             # a new session: Ctrl-C then reaches only the sweep, which forwards one signal, not two
             process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -264,37 +272,37 @@ class Runner:
                 env=environment,
                 start_new_session=True,
             )
-        return _Job(case, process, log, begins, slot, row)
+        return _Job(case, process, log, log_offset, slot, row)
 
     @cached_property
     def _gpus(self) -> list[str]:
         return visible_gpus()
 
-    def _end(self, job: _Job, *, stopping: bool) -> list[_Job]:
+    def _finish(self, job: _Job, *, stopping: bool) -> list[_Job]:
         """Record how a process ended; return the evaluations that follow a finished training."""
         case, folder, code = job.case, self._folder(job.case), job.process.returncode
         if job.row is not None:
-            problem = "" if code == 0 or stopping else f"after the run: {_error(job, code)}"
-            row = with_figures({**job.row, "error": problem}, after.known_figures(folder, self._settings))
+            problem = "" if code == 0 or stopping else f"after the run: {_failure_cause(job, code)}"
+            row = add_metrics({**job.row, "error": problem}, evaluations.stored_metrics(folder, self._settings))
         elif code == 0:
-            row = done_row(case, folder) or row_of(case, folder, "failed", f"ended early, see {job.log}")
-        elif code == STOPPED or (stopping and code < 0):
-            row = row_of(case, folder, "stopped")
+            row = done_row(case, folder) or make_row(case, folder, "failed", f"ended early, see {job.log}")
+        elif code == EXIT_STOPPED or (stopping and code < 0):
+            row = make_row(case, folder, "stopped")
         else:
-            row = row_of(case, folder, "failed", _error(job, code))
+            row = make_row(case, folder, "failed", _failure_cause(job, code))
         self._rows[case.key] = row
         self._write()
         is_trained = job.row is None and row["state"] == "done"
         following = self._evaluate(case, row, job.slot) if is_trained and not stopping else []
         if not following:
-            self.watcher.end(case, row)
+            self.callback.end(case, row)
         return following
 
     def _write(self) -> None:
         rows = [self._rows[case.key] for case in self.grid if case.key in self._rows]
-        write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._of_other_grids()])
+        write_table(self.sweep.table_path, self.sweep.keys, self._columns, [*rows, *self._other_rows()])
 
-    def _of_other_grids(self) -> list[Row]:
+    def _other_rows(self) -> list[Row]:
         """Return the rows of other grids that are done, or whose folders are not in this sweep's folder."""
         own = {case.key for case in self.grid}
         table = read_table(self.sweep.table_path)
@@ -302,14 +310,14 @@ class Runner:
         others = [(key, row) for key, row in table.items() if key not in own]
         return [row for key, row in others if row["state"] == "done" or not (folder / key).exists()]
 
-    def _is_here(self, case: Case) -> bool:
+    def _has_run(self, case: Case) -> bool:
         return RunDir(self._folder(case)).holds_run()
 
     def _folder(self, case: Case) -> Path:
         return self.sweep.folder / "runs" / case.key
 
 
-def threads_a_job(jobs: int) -> int:
+def threads_per_job(jobs: int) -> int:
     """Return the number of threads of each of several concurrent runs."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
@@ -330,24 +338,24 @@ def _signal(running: Sequence[_Job]) -> None:
             job.process.send_signal(signal.SIGTERM)
 
 
-def _error(job: _Job, code: int) -> str:
+def _failure_cause(job: _Job, code: int) -> str:
     """Return the cause of a failure in one line: the process's error message, or the last line it printed."""
     if code < 0:
-        hint = ": out of memory?" if code == -signal.SIGKILL else ""
-        return f"ended by {signal.Signals(-code).name}{hint}, see {job.log}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}, see {job.log}"
     with open(job.log, "rb") as file:
-        file.seek(job.begins)
+        file.seek(job.log_offset)
         lines = file.read().decode("utf-8", "replace").strip().splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith("scantling: error")), len(lines) - 1)
     text = " ".join(line.strip() for line in lines[max(0, first) :]).removeprefix("scantling: error: ")
-    return text[:_MOST_ERROR] or f"exit code {code}, see {job.log}"
+    return text[:_MAX_ERROR_CHARS] or f"exit code {code}, see {job.log}"
 
 
 def _last_record(metrics: Path) -> dict[str, Any] | None:
     """Return the last complete line of a metrics file that is being written."""
     try:
         with open(metrics, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
         return dict(json.loads(lines[-1])) if lines else None
     except (OSError, ValueError):

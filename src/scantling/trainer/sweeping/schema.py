@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from scantling.errors import Fault, RecipeError, UserError, did_you_mean
-from scantling.files import local
+from scantling.files import expand_path
 from scantling.trainer.recipe.loading import apply_override, is_sweep, read_yaml, recipe_file, schema_faults
 from scantling.trainer.recipe.schema import Paths, Section, Text
 
@@ -18,7 +18,7 @@ Several = Annotated[list[Any], Field(min_length=1)]
 Group = Annotated[list[Annotated[Settings, Field(min_length=1)]], Field(min_length=1)]
 
 
-class Quantized(Section):
+class QuantizeSection(Section):
     """Held-out losses after the weights of a run are quantized."""
 
     formats: Annotated[list[Text], Field(min_length=1)]
@@ -28,7 +28,7 @@ class Quantized(Section):
     """Rounding to nearest, or GPTQ with the run's own training data; one scale per output channel."""
 
 
-class Pairs(Section):
+class PairsSection(Section):
     """Minimal pairs to score."""
 
     files: Paths
@@ -37,13 +37,13 @@ class Pairs(Section):
     """Number of pairs, spread evenly over the files. Default: all."""
 
 
-class After(Section):
+class AfterSection(Section):
     """Evaluations of each finished run; their metrics are additional columns of the table."""
 
-    quantize: Quantized | None = None
+    quantize: QuantizeSection | None = None
     """Weight formats whose loss is measured, as in `scantling quantize`."""
 
-    minimal_pairs: Paths | Pairs | None = None
+    minimal_pairs: Paths | PairsSection | None = None
     """Files or folders of minimal pairs, as in `scantling eval --minimal-pairs`, or `{files: ..., limit: 5000}`; the
     column is the accuracy."""
 
@@ -62,7 +62,7 @@ class Sweep(Section):
     leave_out: list[Annotated[Settings, Field(min_length=1)]] = Field(default_factory=list)
     """Combinations that are not run: those that match all keys of a mapping. A list in the mapping allows several
     values. A key that a combination does not set has its value in the base, or null."""
-    after: After = Field(default_factory=After)
+    after: AfterSection = Field(default_factory=AfterSection)
     """Evaluations of each finished run."""
     out: Text | None = None
     """Folder of the runs. Default: `runs/<name>`."""
@@ -78,20 +78,20 @@ class Sweep(Section):
     @property
     def folder(self) -> Path:
         """Folder of the sweep's runs."""
-        return local(self.out or f"runs/{self.name or 'sweep'}")
+        return expand_path(self.out or f"runs/{self.name or 'sweep'}")
 
     @property
     def table_path(self) -> Path:
         """Path of the table."""
-        return local(self.table) if self.table else self.folder / "runs.csv"
+        return expand_path(self.table) if self.table else self.folder / "runs.csv"
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, dict[str, Any]]:
     """Read a sweep and its base recipe.
 
     Args:
-        path: of a YAML file.
-        overrides: texts `a.b=c` that change the base recipe.
+        path: path of a YAML file.
+        overrides: overrides `a.b=c` of the base recipe.
 
     Returns:
         The sweep, and its base as an unchecked mapping.
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
     if faults := list(_faults(sweep)):
         raise RecipeError(faults, str(path))
     if isinstance(sweep.base, str):
-        base = read_yaml(recipe_file(local(sweep.base)))
+        base = read_yaml(recipe_file(expand_path(sweep.base)))
     else:
         base = dict(sweep.base)
     for override in overrides:
@@ -123,21 +123,22 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
 def _faults(sweep: Sweep) -> Iterator[Fault]:
     if not sweep.axes and not sweep.linked:
         yield Fault("axes", "missing; give axes, linked settings, or both")
-    places = [("axes", set(sweep.axes))]
-    places += [(f"linked.{name}", {key for each in group for key in each}) for name, group in sweep.linked.items()]
+    sources = [("axes", set(sweep.axes))]
+    sources += [(f"linked.{name}", {key for each in group for key in each}) for name, group in sweep.linked.items()]
     seen: dict[str, str] = {}
-    for place, keys in places:
+    for source, keys in sources:
         for key in sorted(keys):
-            path = f"{place}.{key}"
+            path = f"{source}.{key}"
             if not all(key.split(".")) or key == "name":
-                yield Fault(path, "is no key of a recipe that could be swept; give one such as train.steps")
+                yield Fault(path, "is not a recipe key that a sweep can set; give one such as train.steps")
             for other, where in seen.items():
-                apart = place == where != "axes"  # a run has only one of a group's settings
-                if not apart and (key == other or key.startswith(other + ".") or other.startswith(key + ".")):
-                    yield Fault(path, f"sets what {where}.{other} sets, too; give one of them")
-            seen[key] = place
+                if source == where != "axes":
+                    continue  # a run has only one of a group's settings
+                if key == other or key.startswith(other + ".") or other.startswith(key + "."):
+                    yield Fault(path, f"overlaps with {where}.{other}; remove one of them")
+            seen[key] = source
     for number, settings in enumerate(sweep.leave_out):
         for key in settings:
             if key not in seen:
-                allowed = f"is swept by no axis and no linked settings; swept are {', '.join(sweep.keys)}"
+                allowed = f"is not swept; the sweep sets {', '.join(sweep.keys)}"
                 yield Fault(f"leave_out.{number}.{key}", allowed, None, did_you_mean(key, sweep.keys))

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from scantling.errors import UserError
-from scantling.files import write_whole
+from scantling.files import write_atomic
 from scantling.trainer.reporting.runs import read_run
-from scantling.trainer.sweeping.grid import Case, shown
+from scantling.trainer.sweeping.grid import Case, format_cell
 
 Row = dict[str, str]
 
-FIGURES = ("N", "D", "loss", "state", "seconds")
-_LAST = ("run", "error")
+RESULT_COLUMNS = ("N", "D", "loss", "state", "seconds")
+_TRAILING_COLUMNS = ("run", "error")
 
 
 def read_table(path: Path) -> dict[str, Row]:
@@ -40,37 +40,37 @@ def read_table(path: Path) -> dict[str, Row]:
         return {}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the table {path}: {error}") from None
-    if not {*FIGURES, *_LAST} <= set(header):
-        raise UserError(f"{path} is no table of a sweep; name another file in the sweep's key table")
+    if not {*RESULT_COLUMNS, *_TRAILING_COLUMNS} <= set(header):
+        raise UserError(f"{path} is not the table of a sweep; set the sweep's key table to another file")
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
             raise UserError(
-                f"row {number} of {path} has not as many cells as the first line, which names the columns: it was cut "
-                "or edited. Mend or remove it; a run whose folder is here is not trained again"
+                f"row {number} of {path} has a different number of cells than the header: it was cut or edited. Fix or "
+                "remove it; runs whose folders exist are not trained again"
             )
     return {Path(row["run"]).name or f"row {number}": row for number, row in enumerate(rows)}
 
 
-def write_table(path: Path, keys: Sequence[str], further: Sequence[str], rows: Iterable[Row]) -> None:
+def write_table(path: Path, keys: Sequence[str], metric_columns: Sequence[str], rows: Iterable[Row]) -> None:
     """Replace the table atomically.
 
     Args:
         path: the file.
         keys: the keys that the sweep sets.
-        further: columns of the evaluations after the runs.
+        metric_columns: columns of the evaluations after the runs.
         rows: in order; a missing cell is empty, and additional cells get their own columns.
 
     Raises:
         RunError: it cannot be written.
     """
     text = io.StringIO()
-    rows, known = list(rows), {*keys, *FIGURES, *further, *_LAST}
+    rows, known = list(rows), {*keys, *RESULT_COLUMNS, *metric_columns, *_TRAILING_COLUMNS}
     others = dict.fromkeys(name for row in rows for name, cell in row.items() if name not in known and cell)
-    columns = [*keys, *FIGURES, *further, *others, *_LAST]
+    columns = [*keys, *RESULT_COLUMNS, *metric_columns, *others, *_TRAILING_COLUMNS]
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, text.getvalue())
+    write_atomic(path, text.getvalue())
 
 
 def done_row(case: Case, run_dir: Path) -> Row | None:
@@ -81,17 +81,19 @@ def done_row(case: Case, run_dir: Path) -> Row | None:
     if run.status != "done" or run.steps[-1] != case.recipe.train.steps:
         return None
     seconds = float(np.nansum(run.column("step_s")))
-    figures = {"D": run.figure("tokens"), "loss": run.figure("eval_loss")}
-    cells = {name: shown(int(value) if name == "D" else value) for name, value in figures.items() if value is not None}
-    return {**row_of(case, run_dir, "done"), **cells, "seconds": f"{seconds:.3f}"}
+    metrics = {"D": run.metric("tokens"), "loss": run.metric("eval_loss")}
+    cells = {
+        name: format_cell(int(value) if name == "D" else value) for name, value in metrics.items() if value is not None
+    }
+    return {**make_row(case, run_dir, "done"), **cells, "seconds": f"{seconds:.3f}"}
 
 
-def row_of(case: Case, run_dir: Path, state: str, error: str = "") -> Row:
+def make_row(case: Case, run_dir: Path, state: str, error: str = "") -> Row:
     """Return a row without a result."""
-    values = {key: shown(value) for key, value in case.values.items()}
+    values = {key: format_cell(value) for key, value in case.values.items()}
     return {**values, "N": str(case.num_parameters), "state": state, "run": str(run_dir), "error": error}
 
 
-def with_figures(row: Row, figures: Mapping[str, float]) -> Row:
+def add_metrics(row: Row, metrics: Mapping[str, float]) -> Row:
     """Return the row with the metrics of an evaluation added."""
-    return {**row, **{name: shown(value) for name, value in figures.items()}}
+    return {**row, **{name: format_cell(value) for name, value in metrics.items()}}

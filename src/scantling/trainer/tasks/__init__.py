@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scantling.errors import UserError, hinted
+from scantling.errors import UserError, with_hint
 from scantling.trainer.tasks.base import LossSums, Task, TaskData
 from scantling.trainer.tasks.causal_lm import CausalLM
 from scantling.trainer.tasks.classification import Classification
@@ -23,7 +23,7 @@ def get_task(name: str) -> Task:
         UserError: no such task.
     """
     if name not in TASKS:
-        raise UserError(hinted(f"model.task: must be one of {', '.join(TASKS)}; given '{name}'", name, TASKS))
+        raise UserError(with_hint(f"model.task: must be one of {', '.join(TASKS)}; given '{name}'", name, TASKS))
     return TASKS[name]()
 
 

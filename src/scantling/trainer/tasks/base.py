@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from scantling.errors import UserError
-from scantling.trainer.data.batch import IGNORED, Batch
 from scantling.trainer.data.bins import open_bins
 from scantling.trainer.data.click_features import ClickFeatures
-from scantling.trainer.data.loader import Collate
+from scantling.trainer.data.loader import IGNORED, Batch, Collate
 from scantling.trainer.data.packing import Dataset
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.sources import check_documents

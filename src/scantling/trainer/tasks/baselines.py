@@ -20,7 +20,7 @@ from scantling.trainer.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from scantling.trainer.data.images import ImageSet
-    from scantling.trainer.tasks.classification import LabelledDataset
+    from scantling.trainer.tasks.classification import LabeledDataset
 
 FEATURES = 1 << 17
 """Most hash buckets for words and bigrams."""
@@ -43,8 +43,8 @@ def majority_accuracy(train: npt.NDArray[np.int64], heldout: npt.NDArray[np.int6
 
 
 def bag_accuracy(
-    train: LabelledDataset,
-    heldout: LabelledDataset,
+    train: LabeledDataset,
+    heldout: LabeledDataset,
     tokenizer: Tokenizer,
     *,
     num_labels: int,
@@ -115,7 +115,7 @@ def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, 
     return correct / len(heldout)
 
 
-def _features(dataset: LabelledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:
+def _features(dataset: LabeledDataset, index: int, tokenizer: Tokenizer, size: int) -> npt.NDArray[np.int64]:
     """Return the distinct features of a document, integers below `size`; there is at least one."""
     example = dataset[index]
     ids = example.ids if example.pair_ids is None else example.pair_ids

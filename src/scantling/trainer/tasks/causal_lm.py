@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from scantling.trainer.data.batch import IGNORED, Batch
 from scantling.trainer.data.bins import CHUNK
-from scantling.trainer.data.loader import Numbered
+from scantling.trainer.data.loader import IGNORED, Batch, Numbered
 from scantling.trainer.data.packing import document_positions
 from scantling.trainer.data.prepare import document_marks, prepare
 from scantling.trainer.data.progress import Progress

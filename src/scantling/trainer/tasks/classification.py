@@ -12,8 +12,7 @@ import torch
 
 from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
-from scantling.trainer.data.batch import Batch
-from scantling.trainer.data.loader import Numbered, spread
+from scantling.trainer.data.loader import Batch, Numbered, spread
 from scantling.trainer.data.prepare import prepare
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.store import MappedArray, TokenStore
@@ -38,7 +37,7 @@ from scantling.trainer.tasks.base import (
 logger = logging.getLogger(__name__)
 
 
-class Labelled(NamedTuple):
+class LabeledText(NamedTuple):
     """One example: ids of the text, ids of the second text or None, and the label's id."""
 
     ids: Ids
@@ -46,7 +45,7 @@ class Labelled(NamedTuple):
     label: int
 
 
-class LabelledDataset:
+class LabeledDataset:
     """Dataset of labeled documents, or of pairs without labels (their label is -1).
 
     Args:
@@ -65,13 +64,13 @@ class LabelledDataset:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, index: int) -> Labelled:
+    def __getitem__(self, index: int) -> LabeledText:
         if not 0 <= index < len(self):
             raise IndexError(index)
         begin = int(self._ends[index - 1]) if index else 0
         middle, end = int(self._middles[index]), int(self._ends[index])
         pair = self._tokens[middle:end] if self.has_pairs else None
-        return Labelled(self._tokens[begin:middle], pair, int(self._labels[index]))
+        return LabeledText(self._tokens[begin:middle], pair, int(self._labels[index]))
 
     def labels(self) -> npt.NDArray[np.int64]:
         """Return the label ids of all documents, (documents,)."""
@@ -125,8 +124,8 @@ class Classification(Task):
         tokenizer = prepared.tokenizer.with_padding()
         tokenizer.require(self.name, "pad")
         has_pairs = data.fields.pair is not None
-        train = LabelledDataset(prepared.train, has_pairs=has_pairs)
-        heldout = None if prepared.heldout is None else LabelledDataset(prepared.heldout, has_pairs=has_pairs)
+        train = LabeledDataset(prepared.train, has_pairs=has_pairs)
+        heldout = None if prepared.heldout is None else LabeledDataset(prepared.heldout, has_pairs=has_pairs)
         return TaskData(
             train,
             heldout,
@@ -149,7 +148,7 @@ class Classification(Task):
 
     def check_model(self, model: torch.nn.Module, data: TaskData) -> None:
         config, tokenizer, name = model_config(model), data.tokenizer, type(unwrapped(model)).__name__
-        if tokenizer is None or not isinstance(data.train, LabelledDataset):
+        if tokenizer is None or not isinstance(data.train, LabeledDataset):
             return
         template = tokenizer.pair if data.train.has_pairs else tokenizer.single
         if config.is_encoder_decoder and config.eos_token_id not in template.parts[-1]:
@@ -174,7 +173,7 @@ class Classification(Task):
     def _sees_padding(self, model: torch.nn.Module, data: TaskData) -> bool:
         """Return True if padding changes the logits of a text."""
         ids, pair_ids, _ = data.train[0]
-        short = Labelled(ids[:8], None if pair_ids is None else pair_ids[:8], 0)
+        short = LabeledText(ids[:8], None if pair_ids is None else pair_ids[:8], 0)
         long = short._replace(ids=np.concatenate([short.ids, short.ids]))
         found: list[torch.Tensor] = []
         hook = model.register_forward_hook(lambda _module, _inputs, output: found.append(output.logits[:1]))
@@ -217,7 +216,7 @@ class Classification(Task):
         from scantling.trainer.tasks.baselines import bag_accuracy, majority_accuracy
 
         train, heldout = data.train, data.heldout
-        if not isinstance(train, LabelledDataset) or not isinstance(heldout, LabelledDataset) or data.tokenizer is None:
+        if not isinstance(train, LabeledDataset) or not isinstance(heldout, LabeledDataset) or data.tokenizer is None:
             return {}
         name = "hypothesis_only_accuracy" if train.has_pairs else "bag_of_words_accuracy"
         chosen = spread(len(heldout), max_samples)

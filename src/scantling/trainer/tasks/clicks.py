@@ -12,12 +12,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.click_features import ClickFeatures
 from scantling.trainer.data.click_files import click_columns, click_files
 from scantling.trainer.data.click_prepare import prepare_clicks
 from scantling.trainer.data.click_store import ClickStore, check_clicks
-from scantling.trainer.data.loader import Numbered
+from scantling.trainer.data.loader import Batch, Numbered
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.recipe.schema import Clicks, DataSection
 from scantling.trainer.tasks.base import LossSums, Task, TaskData, loss_and_accuracy
@@ -84,7 +83,7 @@ class ClickPrediction(Task):
 
     def planned_overrides(self, data: DataSection, notes: list[str]) -> dict[str, Any]:
         columns, clicks = click_columns(data), data.clicks or Clicks()
-        sizes = [clicks.rows_of(name) for name in columns.categorical]
+        sizes = [clicks.num_rows(name) for name in columns.categorical]
         unknown = [name for name, size in zip(columns.categorical, sizes, strict=True) if size is None]
         if unknown:
             listed = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more columns" if len(unknown) > 4 else "")

@@ -11,11 +11,10 @@ import numpy.typing as npt
 import torch
 
 from scantling.files import write_json
-from scantling.trainer.data.batch import Batch
 from scantling.trainer.data.hashing import key64, uniform
 from scantling.trainer.data.image_files import check_images
 from scantling.trainer.data.images import ImageSet, prepare_images
-from scantling.trainer.data.loader import EVALUATION, Numbered, spread
+from scantling.trainer.data.loader import EVALUATION, Batch, Numbered, spread
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.recipe.schema import DIGITS, DataSection
 from scantling.trainer.tasks.base import (

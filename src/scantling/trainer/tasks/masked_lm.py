@@ -9,9 +9,8 @@ import numpy.typing as npt
 import torch
 
 from scantling.errors import UserError
-from scantling.trainer.data.batch import IGNORED, Batch
 from scantling.trainer.data.hashing import key64, mix64, uniform
-from scantling.trainer.data.loader import Numbered
+from scantling.trainer.data.loader import IGNORED, Batch, Numbered
 from scantling.trainer.data.prepare import prepare
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.tokenizers import Tokenizer

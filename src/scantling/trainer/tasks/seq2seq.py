@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from scantling.errors import UserError
-from scantling.trainer.data.batch import IGNORED, Batch
-from scantling.trainer.data.loader import Numbered
+from scantling.trainer.data.loader import IGNORED, Batch, Numbered
 from scantling.trainer.data.prepare import Prepared, prepare
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.tokenizers import Ids, Tokenizer
@@ -29,7 +28,7 @@ from scantling.trainer.tasks.base import (
     required,
     unwrapped,
 )
-from scantling.trainer.tasks.classification import LabelledDataset
+from scantling.trainer.tasks.classification import LabeledDataset
 from scantling.trainer.tasks.spans import Spans
 from scantling.trainer.tasks.streams import bin_data, bin_tokenizer, prepared_windows
 
@@ -110,7 +109,7 @@ class Seq2Seq(Task):
             return self._bin_data(data, seed, progress)
         pairs = data.fields.pair is not None
         needs = (self.name, NEEDS)
-        prepared = prepare(data, seed=seed, pairs=pairs, labelled=False, needs=needs, wrap=True, progress=progress)
+        prepared = prepare(data, seed=seed, pairs=pairs, labeled=False, needs=needs, wrap=True, progress=progress)
         return _pairs(data, prepared) if pairs else self._windows(data, prepared, seed)
 
     def _windows(self, data: DataSection, prepared: Prepared, seed: int) -> TaskData:
@@ -198,10 +197,10 @@ def target_length(data: DataSection) -> int:
 
 def _pairs(data: DataSection, prepared: Prepared) -> TaskData:
     tokenizer, limit = prepared.tokenizer, target_length(data)
-    train = LabelledDataset(prepared.train, has_pairs=True)
+    train = LabeledDataset(prepared.train, has_pairs=True)
     return TaskData(
         train,
-        None if prepared.heldout is None else LabelledDataset(prepared.heldout, has_pairs=True),
+        None if prepared.heldout is None else LabeledDataset(prepared.heldout, has_pairs=True),
         TextPairs(tokenizer, data.seq_len, limit, data.pad_to_multiple_of),
         tokenizer,
         tokenizer.vocab_size,

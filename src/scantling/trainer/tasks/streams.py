@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scantling.errors import UserError
-from scantling.saved_models import MOST_IDS
+from scantling.saved_models import MAX_TOKEN_ID
 from scantling.trainer.data.bins import open_bins, read_through
 from scantling.trainer.data.hashing import fingerprint
 from scantling.trainer.data.loader import Collate
@@ -32,7 +32,7 @@ def bin_tokenizer(data: DataSection) -> Tokenizer | None:
     return None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
 
 
-def windows_of(
+def build_windows(
     data: DataSection, train: Sequence[Any], heldout: Sequence[Any], *, length: int, stride: int
 ) -> tuple[WindowDataset, WindowDataset | None]:
     """Return windows over the training streams and over the held-out streams, which keep shorter last windows.
@@ -54,9 +54,9 @@ def windows_of(
 def prepared_windows(
     data: DataSection, prepared: Prepared, *, length: int, stride: int
 ) -> tuple[WindowDataset, WindowDataset | None]:
-    """Return `windows_of` the streams of prepared documents."""
+    """Return `build_windows` the streams of prepared documents."""
     heldout = [] if prepared.heldout is None else [prepared.heldout.tokens]
-    return windows_of(data, [prepared.train.tokens], heldout, length=length, stride=stride)
+    return build_windows(data, [prepared.train.tokens], heldout, length=length, stride=stride)
 
 
 def bin_data(
@@ -90,7 +90,7 @@ def bin_data(
         )
     streams, held_streams, held_by = open_bins(data, seq_len=data.seq_len)
     largest, content = read_through([*streams, *held_streams], progress=progress)
-    if tokenizer is None and largest >= MOST_IDS:
+    if tokenizer is None and largest >= MAX_TOKEN_ID:
         raise UserError(
             f"data.bin: the files hold the id {largest}, for which the model would need as many embeddings. Is "
             "data.bin_dtype right? If it is, name the tokenizer that made the files in data.tokenizer"
@@ -108,7 +108,7 @@ def bin_data(
         "heldout_by": held_by,
     }
     return TaskData(
-        *windows_of(data, streams, held_streams, length=length, stride=stride),
+        *build_windows(data, streams, held_streams, length=length, stride=stride),
         collate(marks),
         tokenizer,
         tokenizer.vocab_size if tokenizer else largest + 1,

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
-from scantling.files import sync
+from scantling.files import fsync
 from scantling.trainer.training.cleanup import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.index import (
     INDEX,
@@ -131,11 +131,11 @@ class Checkpointer:
             "files": {name: file_digest(aside / name) for name in sorted(names)},
         }
         write_manifest(aside, manifest)
-        sync(aside)
+        fsync(aside)
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
-        sync(self.folder)
+        fsync(self.folder)
 
     def _remove_old(self, step: int) -> None:
         steps = self.steps()

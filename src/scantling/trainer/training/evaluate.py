@@ -13,7 +13,7 @@ from scantling.distributed.context import DistContext
 from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.tasks.base import Task, TaskData
 
 

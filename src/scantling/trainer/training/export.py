@@ -9,7 +9,7 @@ import torch
 
 from scantling.checksums import write_checksums
 from scantling.errors import RunError
-from scantling.files import check_is_free, written_aside
+from scantling.files import atomic_folder, check_new_folder
 from scantling.precision.training import restore
 from scantling.tensor.convert import densify
 from scantling.trainer.models.build import quiet
@@ -37,13 +37,13 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
         RunError: the reloaded model differs, or the folder could not be written.
     """
     folder = Path(folder)
-    check_is_free(folder)
+    check_new_folder(folder)
     run = load_trained(run_dir)
     task, model = run.task, run.model
     restore(model, weights="rounded")
     if dense:
         densify(model)
-    with written_aside(folder) as aside:
+    with atomic_folder(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
         task.save_inputs(aside, run.data, model.config)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scantling.errors import UserError, first_line
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.recipe import Recipe
 
 WARM_UP = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scantling.errors import UserError, first_line, hinted
+from scantling.errors import UserError, first_line, with_hint
 from scantling.numerics.device import autocast
 from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
@@ -109,5 +109,5 @@ def _task(name: str, known: Sequence[str]) -> Any:
         except (OSError, ValueError) as error:
             raise UserError(f"--lm-eval: cannot read the task {name}: {error}") from None
     if name not in known:
-        raise UserError(hinted(f"--lm-eval: lm-evaluation-harness has no task '{name}'", name, known))
+        raise UserError(with_hint(f"--lm-eval: lm-evaluation-harness has no task '{name}'", name, known))
     return name

@@ -175,8 +175,8 @@ class Loop:
         }
         if result.skipped:
             record["skipped"] = True
-        if self.stepper.exchange.left_out:
-            record["left_out"] = list(self.stepper.exchange.left_out)
+        if self.stepper.exchange.nonfinite_ranks:
+            record["nonfinite_ranks"] = list(self.stepper.exchange.nonfinite_ranks)
         record |= self.stepper.exchange.metrics()
         for method in self.methods:
             record |= method.metrics()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scantling.errors import UserError
-from scantling.files import check_is_free
+from scantling.files import check_new_folder
 from scantling.groups import num_non_embedding
 from scantling.laws.law import without_range_warnings
 from scantling.laws.registry import find_law, names
@@ -116,7 +116,7 @@ def quantize_run(
     if sequences < 1:
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
-    check_is_free(folder)
+    check_new_folder(folder)
     quantizer = Quantizer.from_spec(format, "channel")
     with opened(run_dir, device=device) as run:
         model, task = run.model, run.task

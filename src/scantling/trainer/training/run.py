@@ -25,7 +25,8 @@ from scantling.trainer.planning.plan import Plan, check_world_size
 from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.loading import RecipeLike
 from scantling.trainer.reporting.html import write_report
-from scantling.trainer.reporting.runs import read_metrics, read_run
+from scantling.trainer.reporting.metrics import read_metrics
+from scantling.trainer.reporting.runs import read_run
 from scantling.trainer.tasks import get_task
 from scantling.trainer.tasks.base import TaskData
 from scantling.trainer.training.build import build_loop

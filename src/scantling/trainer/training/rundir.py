@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scantling.errors import UserError
-from scantling.files import open_lock_file, read_json_object, write_json, write_whole
+from scantling.files import open_lock_file, read_json_object, write_atomic, write_json
 from scantling.trainer.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
 from scantling.trainer.training.cleanup import remove_all
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
@@ -181,10 +181,10 @@ class RunDir:
 
     def note_launch(self, launch: str) -> None:
         """Write down which launch of torchrun has begun the run."""
-        write_whole(self._launch, launch)
+        write_atomic(self._launch, launch)
 
     def write_recipe(self, recipe: Recipe) -> None:
-        write_whole(self.recipe, dump_recipe(recipe))
+        write_atomic(self.recipe, dump_recipe(recipe))
 
     def write_environment(self, command: list[str] | None = None, **extra: Any) -> None:
         write_json(self.environment, {**environment(), "command": command or sys.argv, **extra})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scantling.comm import GradientExchange
-from scantling.comm.replica import mean_of_tensors
+from scantling.comm.residuals import mean_of_tensors
 from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError

@@ -17,7 +17,7 @@ from scantling.comm import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
-from scantling.trainer.data.batch import Batch
+from scantling.trainer.data.loader import Batch
 from scantling.trainer.tasks.base import Task
 from scantling.trainer.training.graph import CudaGraphs, StepGraphs
 from scantling.trainer.training.meters import Stopwatch
@@ -101,17 +101,17 @@ class Stepper:
         loss_sum, norm = replayed or self._passes(batches, share, step)
         figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_loss = loss_sum.clone()
-        left_out = 0.0
-        if self.exchange.withheld:
+        own_skipped = 0.0
+        if self.exchange.local_nonfinite:
             figures.zero_()
-            left_out = float(sum(b.num_targets for b in batches))
-        rest = torch.tensor([float(stop()), left_out], dtype=torch.float64, device=device)
+            own_skipped = float(sum(b.num_targets for b in batches))
+        rest = torch.tensor([float(stop()), own_skipped], dtype=torch.float64, device=device)
         figures = self.context.all_reduce(torch.cat([figures, rest]))
         self.watch.lap("exchange")
-        total, bad_losses, bad_norms, stops, targets_left_out = figures.tolist()
+        total, bad_losses, bad_norms, stops, skipped_targets = figures.tolist()
         targets, tokens = counts.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
-        if bad_losses or (bad_norms and not overflow) or targets_left_out == targets:
+        if bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
             self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         if self.graphs is not None and replayed is not None:
             self.graphs.update()
@@ -124,7 +124,7 @@ class Stepper:
         if any(reshaped):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
-        return StepResult(total / (targets - targets_left_out), float(norm), int(tokens), overflow, stops > 0)
+        return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
 
     def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward passes of all micro-batches, and the exchange: the sum of the losses, the norm."""
@@ -197,7 +197,7 @@ class Stepper:
         that its first step is summed as the step of the run that was never stopped. Collectives: the exchange's. An
         exchange that learns nothing from a pass is left alone.
         """
-        if not self.exchange.learns_from_a_pass:
+        if not self.exchange.needs_warm_up_pass:
             return
         with self.exchange.accumulate(last=True), autocast(self.compute, self.context.device):
             loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss

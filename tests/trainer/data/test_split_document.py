@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from scantling.cli import run
 from scantling.errors import UserError
 from scantling.trainer.data.documents import Piece, Scan, Source
-from scantling.trainer.data.parts import halves
 from scantling.trainer.data.prepare import Prepared, prepare
 from scantling.trainer.data.sources import training_source
-from scantling.trainer.data.split import TRAIN, all_of
+from scantling.trainer.data.split import TRAIN, assign_all, split_document
 from scantling.trainer.recipe.schema import DataSection
 from tests.runs import tiny_recipe, write_recipe
 from tests.texts import english_like
@@ -98,7 +97,7 @@ def test_no_character_is_lost_at_a_cut(pieces: list[str], share: float) -> None:
     found = Scan(np.array([1], np.uint64), np.array([size]), np.array([-1], np.int32), [], [], "")
     if not size:
         return
-    parts = halves(OneText(pieces), found, all_of(found, TRAIN), share)
+    parts = split_document(OneText(pieces), found, assign_all(found, TRAIN), share)
     if parts is None:
         assert math.ceil(share * size) == size
         return

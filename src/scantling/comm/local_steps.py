@@ -23,16 +23,18 @@ from typing import Any
 
 import torch
 
-from scantling.comm.config import as_groups, is_number, is_whole
+from scantling.comm.config import ExchangeOptions, is_integer, is_number
+from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.replica import check_kind
-from scantling.comm.scaling import scale_of, unscale
+from scantling.comm.momentum_watch import MomentumWatch
+from scantling.comm.param_groups import make_groups
+from scantling.comm.residuals import check_state_keys
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, to_local
 from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "alpha", "values", "transform", "residual"})
+_OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "values", "residual"})
 """Options of the exchange of matrices by blocks."""
 
 
@@ -70,8 +72,8 @@ class LocalSteps:
         outer_lr: float,
         outer_momentum: float = 0.0,
     ) -> None:
-        if not is_whole(sync_every, least=1):
-            raise UserError(f"sync_every must be a whole number from 1 on; given {sync_every!r}")
+        if not is_integer(sync_every, least=1):
+            raise UserError(f"sync_every must be an integer of at least 1; given {sync_every!r}")
         if not is_number(outer_lr) or not 0.0 < outer_lr < math.inf:
             raise UserError(f"outer_lr must be above 0 and finite; given {outer_lr!r}")
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
@@ -93,8 +95,10 @@ class LocalSteps:
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
-        exchange.watches_optimizer = False  # pseudo-gradients are no momentum, and the outer one is wanted
-        exchange.facts = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        exchange.momentum_watch = MomentumWatch(
+            ()
+        )  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
+        exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -123,8 +127,8 @@ class LocalSteps:
                 "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
             )
         self.exchange.check_gradients()
-        if (scale := scale_of(self)) is not None:
-            unscale(self._params, scale)
+        if (scale := grad_scale(self)) is not None:
+            unscale_gradients(self._params, scale)
         finite = all_finite(to_local(param.grad) for param in self._params if param.grad is not None)
         if all_agree(self._params, finite):
             self.inner.step()
@@ -165,7 +169,7 @@ class LocalSteps:
         Raises:
             UserError: another kind of state.
         """
-        check_kind(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
+        check_state_keys(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.exchange.load_state_dict(state_dict["exchange"])
@@ -204,8 +208,10 @@ def diloco(
             "sparseloco; the format is dense="
         )
     kept = ("params", "param_names")
-    whole = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in as_groups(groups, {})]
-    exchange = MomentumExchange(whole, **{"dense": "fp32", **options})
+    dense_groups = [
+        {key: group[key] for key in kept if key in group} | {"role": "vector"} for group in make_groups(groups, {})
+    ]
+    exchange = MomentumExchange(dense_groups, **{"dense": "fp32", **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
 
@@ -224,7 +230,7 @@ def sparseloco(
         groups: the same parameters, or groups of them from `scantling.param_groups`.
         sync_every: 15 to 250 in the paper.
         outer_lr: of the outer step.
-        options: of `MomentumExchange`; unless given topk=64, chunk=64, decay=0.95, values="int4", transform="none".
+        options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
 
     Returns:
         The optimizer of this replica, in place of `inner`.
@@ -232,6 +238,7 @@ def sparseloco(
     Raises:
         UserError: as of `LocalSteps` and `MomentumExchange`.
     """
-    defaults = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4", "transform": "none"}
-    exchange = MomentumExchange(groups, **{**defaults, **options})
+    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
+    untransformed = [{**group, "transform": "none"} for group in make_groups(groups, {})]
+    exchange = MomentumExchange(untransformed, **{**defaults, **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
