@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tensor.families import FAMILIES, VOCAB, batch, made
+from tensor.families import FAMILIES, VOCAB, batch, make_model
 from torch import nn
 
 import scantling as sc
@@ -23,7 +23,7 @@ DISCARDS = "discards the trained weights"
 
 
 def test_tensorize_warns_of_discarded_pretrained_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path)
     sc.tensorize(copy.deepcopy(loaded), 4, init="svd")
     assert DISCARDS not in caplog.text
@@ -36,14 +36,14 @@ def test_tensorize_warns_of_discarded_pretrained_weights(tmp_path: Path, caplog:
 def test_warning_does_not_suggest_svd_for_activation_formats(
     format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format=format)
     assert DISCARDS in caplog.text
     assert "use init='svd'" not in caplog.text
 
 
 def test_tensorize_warns_for_base_model_and_new_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("bert").save_pretrained(tmp_path)
+    make_model("bert").save_pretrained(tmp_path)
     for auto in (hf.AutoModel, hf.AutoModelForSequenceClassification):
         caplog.clear()
         sc.tensorize(auto.from_pretrained(tmp_path), 4)
@@ -52,14 +52,14 @@ def test_tensorize_warns_for_base_model_and_new_head(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensorize_does_not_warn_for_new_models(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    sc.tensorize(made(family), 4)
+    sc.tensorize(make_model(family), 4)
     assert DISCARDS not in caplog.text
 
 
 def test_tensorize_does_not_warn_for_new_model_of_pretrained_config(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     config = hf.AutoConfig.from_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_config(config), 4)
     assert DISCARDS not in caplog.text
@@ -68,7 +68,7 @@ def test_tensorize_does_not_warn_for_new_model_of_pretrained_config(
 @pytest.mark.parametrize("way", ["trained here", "state dict", "copy"])
 def test_tensorize_recognizes_trained_weights(way: str, caplog: pytest.LogCaptureFixture) -> None:
     stream = torch.tensor(list(english_like(20_000).encode("ascii"))) % VOCAB
-    model = made("llama").train()
+    model = make_model("llama").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(50):
         ids = torch.stack([stream[at : at + 24] for at in torch.randint(len(stream) - 24, (8,)).tolist()])
@@ -77,7 +77,7 @@ def test_tensorize_recognizes_trained_weights(way: str, caplog: pytest.LogCaptur
         optimizer.zero_grad()
     if way == "state dict":
         state = model.state_dict()
-        model = made("llama", seed=1)
+        model = make_model("llama", seed=1)
         model.load_state_dict(state)
     elif way == "copy":
         model = copy.deepcopy(model)
@@ -87,7 +87,7 @@ def test_tensorize_recognizes_trained_weights(way: str, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "llama-tied"])
 def test_report_has_size_and_error_of_each_layer(family: str) -> None:
-    model = made(family)
+    model = make_model(family)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = sum(parameter.numel() for parameter in model.parameters())
     report: list[LayerReport] = []
@@ -114,21 +114,21 @@ def test_run_warns_once_and_export_does_not(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_warning_names_formats_that_keep_weights(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format="cola")
     assert "To keep them, use format='tt' or 'low-rank' with init='svd'" in caplog.text
 
 
 def test_report_of_random_init_has_no_errors() -> None:
     report: list[LayerReport] = []
-    sc.tensorize(made("llama"), 4, report=report)
+    sc.tensorize(make_model("llama"), 4, report=report)
     assert report
     assert all(each.weight_error is None and each.tt_parameters < each.dense_parameters for each in report)
 
 
 @pytest.mark.parametrize("report", [True, {}, "errors.json"], ids=str)
 def test_tensorize_refuses_report_that_is_no_list(report: Any) -> None:
-    model = made("llama")
+    model = make_model("llama")
     with pytest.raises(UserError, match=r"report=.* must be a list"):
         sc.tensorize(model, 4, report=report)
     model(**batch())
@@ -136,13 +136,13 @@ def test_tensorize_refuses_report_that_is_no_list(report: Any) -> None:
 
 def test_tensorize_warns_of_large_svd_errors(caplog: pytest.LogCaptureFixture) -> None:
     report: list[LayerReport] = []
-    sc.tensorize(made("llama"), 4, init="svd", report=report)
+    sc.tensorize(make_model("llama"), 4, init="svd", report=report)
     (record,) = (record for record in caplog.records if "init='svd' changes" in record.message)
     worst = max(report, key=lambda each: each.weight_error or 0)
     assert record.levelname == "WARNING"
     assert f"{100 * (worst.weight_error or 0):.1f} % of their norm" in record.message
     caplog.clear()
-    sc.tensorize(made("llama"), 64, init="svd", filter_fn=lambda name, module: True)
+    sc.tensorize(make_model("llama"), 64, init="svd", filter_fn=lambda name, module: True)
     assert not any("init='svd' changes" in record.message for record in caplog.records)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.families import FAMILIES, batch, made
+from tensor.families import FAMILIES, batch, make_model
 from torch import nn
 
 import scantling as sc
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def tt(family: str = "llama") -> Any:
-    return sc.tensorize(made(family), 8)
+    return sc.tensorize(make_model(family), 8)
 
 
 def add_lora(model: Any, targets: Any = "all-linear", **options: Any) -> Any:

@@ -143,7 +143,7 @@ def test_merge_once_leaves_no_state() -> None:
     assert model.linear.cores[0].grad is None
     with merge_once(model, 1), pytest.raises(RuntimeError, match="already active"), merge_once(model, 1):
         pass
-    with pytest.raises(UserError, match="passes must be at least 1; given 0"), merge_once(model, 0):
+    with pytest.raises(UserError, match="passes=0; it must be at least 1"), merge_once(model, 0):
         pass
     with merge_once(model, 1):
         pass

@@ -71,7 +71,7 @@ def test_pretrained_in_new_process_and_without_scantling(tmp_path: Path) -> None
         model.save_pretrained(tmp_path / family)
     knowing = start_process(f"""
 import torch
-from families import FAMILIES, logits, made
+from families import FAMILIES, logits, make_model
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 from transformers import AutoModelForSeq2SeqLM
 import scantling as sc

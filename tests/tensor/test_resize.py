@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tensor.families import FAMILIES, VOCAB, batch, made
+from tensor.families import FAMILIES, VOCAB, batch, make_model
 
 import scantling as sc
 from scantling.errors import UserError
@@ -25,7 +25,7 @@ def every(name: str, module: Any) -> bool:
 @pytest.mark.parametrize("tokens", [VOCAB + 1, 4 * VOCAB, 70])
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_resized_models_keep_logits_train_save_and_densify(family: str, tokens: int, tmp_path: Path) -> None:
-    model = made(family)
+    model = make_model(family)
     sc.tensorize(model, 64, init="svd", filter_fn=every)
     kept = min(tokens, VOCAB)
     inputs = {name: ids % kept for name, ids in batch(model=model).items()}
@@ -54,7 +54,7 @@ def test_resized_models_keep_logits_train_save_and_densify(family: str, tokens: 
 
 def test_resize_with_only_head_or_only_table_as_tt() -> None:
     for pattern in ("lm_head", "*embed_tokens"):
-        model = made("llama")
+        model = make_model("llama")
         sc.tensorize(model, {pattern: 8})
         before = model(**batch()).logits
         model.resize_token_embeddings(VOCAB + 40)
@@ -64,7 +64,7 @@ def test_resize_with_only_head_or_only_table_as_tt() -> None:
 
 
 def test_resize_pads_to_multiple() -> None:
-    model = sc.tensorize(made("llama"), 8)
+    model = sc.tensorize(make_model("llama"), 8)
     assert model.resize_token_embeddings(pad_to_multiple_of=64).num_embeddings == 128
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size == 128
     assert model.resize_token_embeddings() is model.get_input_embeddings()
@@ -73,7 +73,7 @@ def test_resize_pads_to_multiple() -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_resize_follows_mean_resizing(mean: bool) -> None:
     torch.manual_seed(0)
-    model = sc.tensorize(made("llama"), 16)
+    model = sc.tensorize(make_model("llama"), 16)
     old = model.get_input_embeddings().dense_weight().detach()
     table = model.resize_token_embeddings(5 * VOCAB, mean_resizing=mean)
     rows = table.dense_weight().detach()
@@ -93,7 +93,7 @@ def test_resize_drops_padding_row_beyond_end() -> None:
 
 
 def test_resize_of_separately_tensorized_base() -> None:
-    model = made("llama")
+    model = make_model("llama")
     sc.tensorize(model.model, 8)
     model.resize_token_embeddings(VOCAB + 8)
     assert model(**batch()).logits.shape[-1] == VOCAB + 8
@@ -117,7 +117,7 @@ def test_resize_of_logits_buffer() -> None:
 
 
 def test_resize_refuses_attached_adapter() -> None:
-    model = sc.tensorize(made("llama"), 8)
+    model = sc.tensorize(make_model("llama"), 8)
     adapter = sc.RankAdapter(model, size_target=0.5, steps=4)
     with pytest.raises(UserError, match=r"RankAdapter is attached.*resize before"):
         model.resize_token_embeddings(VOCAB + 1)
@@ -128,7 +128,7 @@ def test_resize_refuses_attached_adapter() -> None:
 @pytest.mark.parametrize("tokens", [0, -3])
 def test_resize_refuses_invalid_sizes(tokens: int) -> None:
     with pytest.raises(UserError, match=r"new_num_tokens=.* must be a positive integer"):
-        sc.tensorize(made("llama"), 8).resize_token_embeddings(tokens)
+        sc.tensorize(make_model("llama"), 8).resize_token_embeddings(tokens)
 
 
 def test_resize_refuses_split_head() -> None:

@@ -53,12 +53,12 @@ class Schedule(nn.Module):
     @property
     def holds_target(self) -> bool:
         """True if the size is held at the target in the end."""
-        raise NotImplementedError
+        return True
 
     @property
     def current_price(self) -> float:
         """Price of the whole size in units of the loss."""
-        raise NotImplementedError
+        return 0.0
 
     @property
     def adds_to_loss(self) -> bool:
@@ -183,14 +183,6 @@ class ImportanceSchedule(Schedule):
         super().__init__(options, budget)
         self._importance = Importance(options.memory)
         self._importance.set_gates(budget.rank_gates)
-
-    @property
-    def holds_target(self) -> bool:
-        return True
-
-    @property
-    def current_price(self) -> float:
-        return 0.0
 
     @property
     def adds_to_loss(self) -> bool:

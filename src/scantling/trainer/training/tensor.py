@@ -1,4 +1,4 @@
-"""CoMERA in a run: layers as cores, merged once a step, with ranks that come down to the recipe's target."""
+"""CoMERA in a run: TT layers, merged once per step, with ranks that decrease to the recipe's size target."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from scantling.trainer.training.methods import Method
 
 
 class TensorMethod(Method):
-    """Merges the cores of a model once a step and, where there is a size target, adapts their ranks.
+    """Method that merges the cores of a model once per step and adapts their ranks if there is a size target.
 
     Args:
-        section: of the recipe.
-        steps: of the run.
-        core_bytes: bytes that training keeps for a core, see `RankAdapter`.
-        merges: whether cores are merged once for all micro-batches of a step; not where gradients are released, which
-            counts the passes of each parameter.
+        section: section of the recipe.
+        steps: steps of the run.
+        core_bytes: training bytes of a core, see `RankAdapter`.
+        merges: True to merge cores once for all micro-batches of a step. Must be False if gradients are released,
+            because gradient release counts the passes of each parameter.
     """
 
     name = "tensor"
@@ -51,7 +51,7 @@ class TensorMethod(Method):
     def before_step(self, step: int) -> None:
         if self.adapter is None:
             return
-        if self._is_resumed:  # the record of the step before holds the ranks, which the controls say by now
+        if self._is_resumed:  # the metrics of the previous step have the current ranks already
             self._is_resumed, self._recorded = False, self.adapter.ranks()
         self.adapter.begin_step()
 
@@ -69,23 +69,23 @@ class TensorMethod(Method):
         adapter = self.adapter
         if adapter is None:
             return False
-        adapter.observe()  # a step that was replayed, or released
-        last = adapter.options.steps  # after which the ranks stay
+        adapter.observe()  # steps of CUDA graphs and of gradient release
+        last = adapter.options.steps  # ranks do not change after this step
         due = adapter.step == last or (adapter.step < last and step % self._section.truncate_every == 0)
         if not (due or step == self._steps):
             return False
         return adapter.truncate(optimizer, exchange) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """Size and compression; the ranks of every layer where they have changed since the last record."""
+        """Return size and compression, and the ranks of all layers if they have changed since the last call."""
         if self.adapter is None:
             return {}
-        figures: dict[str, Any] = dict(self.adapter.metrics())
+        metrics: dict[str, Any] = dict(self.adapter.metrics())
         ranks = self.adapter.ranks()
         if ranks != self._recorded:
             self._recorded = ranks
-            figures["ranks"] = {name: list(layer) for name, layer in ranks.items()}
-        return figures
+            metrics["ranks"] = {name: list(layer) for name, layer in ranks.items()}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.adapter is None else self.adapter.state_dict()
