@@ -4,8 +4,8 @@
     python benchmarks/laws.py epoch quest optimum (the parts that take a minute)
 
     epoch     Chinchilla's figure 4 with Epoch's data: constants, CPU seconds, 4,000 bootstraps. Needs SCANTLING_DATA
-    quest     QuEST's runs up to 200M: predict each size from the others, on Quartet's published base. Needs it, too
-    optimum   the best bits with the published constants, and three models that were trained
+    quest     QuEST's runs up to 200M: predict each size from the others, on Quartet's base. Needs SCANTLING_DATA
+    optimum   the best bits with the published constants, and three published models
     recovery  synthetic runs from the published constants on the paper's grid, with noise of 0, 0.1 % and 1 %, 20 seeds
     coverage  at 1 % noise: in how many of 200 seeds the bootstrap intervals contain the true constants
 
@@ -33,7 +33,7 @@ from synthetic_runs import kumar_grid, simulate
 
 from scantling.laws import ChinchillaLaw, Fit, PrecisionLaw, fit
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 GAMMAS = ("gamma_w", "gamma_a", "gamma_kv")
 KUMAR = PrecisionLaw.published()
@@ -48,14 +48,14 @@ SHARED = {"gamma_a": "gamma_w", "n_a": "n_w"}
 MODELS = {"Llama-3 8B": (8e9, 15e12), "Gemma-2 9B": (9e9, 8e12), "GPT-3 175B": (175e9, 300e9)}
 
 
-def epoch(arguments: argparse.Namespace) -> Found:
+def epoch(arguments: argparse.Namespace) -> Result:
     with open(data_folder() / "scaling" / "epoch_chinchilla_fig4.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     N, C, loss = (np.array([float(row[name]) for row in rows]) for name in ("Model Size", "Training FLOP", "loss"))
     D = C / (6 * N)
     kept = np.argsort(D / N)[5:]
-    fitted, fit_s = timed(lambda: ChinchillaLaw.fit(N[kept], D[kept], loss[kept]))
-    intervals, bootstrap_s = timed(lambda: fitted.bootstrap(arguments.bootstraps))
+    fitted, fit_s = time_call(lambda: ChinchillaLaw.fit(N[kept], D[kept], loss[kept]))
+    intervals, bootstrap_s = time_call(lambda: fitted.bootstrap(arguments.bootstraps))
     constants = {name: getattr(fitted, name) for name in GOLDEN}
     return {
         "runs": len(kept),
@@ -75,7 +75,7 @@ def epoch(arguments: argparse.Namespace) -> Found:
     }
 
 
-def quest(arguments: argparse.Namespace) -> Found:
+def quest(arguments: argparse.Namespace) -> Result:
     with open(data_folder() / "scaling" / "quest_precision_runs_upto_200M.csv", newline="") as file:
         runs = list(csv.DictReader(file))
     both = [run for run in runs if {run["w_quant"], run["a_quant"]} <= {*HADAMARD, "NoQuantizer"}]
@@ -88,21 +88,21 @@ def quest(arguments: argparse.Namespace) -> Found:
         "weights, Hadamard": ([run for run in both if run["a_quant"] == "NoQuantizer"], {}),
     }
     base = ChinchillaLaw.published("quartet")
-    found: Found = {}
+    results: Result = {}
     for name, (chosen, tie) in tables.items():
-        found[name] = held_out(fit(chosen, "kumar", base=base, columns=QUEST, tie=tie))
+        results[name] = hold_out_report(fit(chosen, "kumar", base=base, columns=QUEST, tie=tie))
     schemes = [{**run, "scheme": f"w{run['w_bits']}a{run['a_bits']}"} for run in both if run["w_bits"] != "16"]
     sizes = {name: QUEST[name] for name in ("N", "D")}
-    found["efficiencies, Hadamard"] = held_out(fit(schemes, "efficiency", base=base, columns=sizes))
+    results["efficiencies, Hadamard"] = hold_out_report(fit(schemes, "efficiency", base=base, columns=sizes))
     free = fit(both, "kumar", columns=QUEST, tie=SHARED)
-    found["without a base"] = {**held_out(free), "not_identified": free.unidentified}
+    results["without a base"] = {**hold_out_report(free), "not_identified": free.unidentified}
     named = list(tables)
-    found["aims"] = {f"{name}: 0.5 % or less": found[name]["mean"] <= HOLD_OUT for name in named}
-    found["aims"]["alone it does not tell its base"] = {"E", "alpha", "beta"} <= set(free.unidentified)
-    return found
+    results["aims"] = {f"{name}: 0.5 % or less": results[name]["mean"] <= HOLD_OUT for name in named}
+    results["aims"]["its base is not identified alone"] = {"E", "alpha", "beta"} <= set(free.unidentified)
+    return results
 
 
-def held_out(fitted: Fit) -> Found:
+def hold_out_report(fitted: Fit) -> Result:
     errors = fitted.hold_out()
     return {
         "runs": fitted.runs.count,
@@ -113,7 +113,7 @@ def held_out(fitted: Fit) -> Found:
     }
 
 
-def optimum(arguments: argparse.Namespace) -> Found:
+def optimum(arguments: argparse.Namespace) -> Result:
     plain = PrecisionLaw.published(offsets=False)
     mean_gamma = sum(getattr(plain, name) for name in GAMMAS) / 3
     bits = {
@@ -139,23 +139,23 @@ def optimum(arguments: argparse.Namespace) -> Found:
     return {"bits": bits, "x": x, "models": models, "aims": aims}
 
 
-def recovery(arguments: argparse.Namespace) -> Found:
-    found: Found = {}
+def recovery(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
     for noise in (0.0, 0.001, 0.01):
         seeds = range(1 if noise == 0 else 20)
         fits = [fit(simulate(KUMAR, kumar_grid(), noise=noise, seed=seed), "kumar", tie=TIED) for seed in seeds]
-        found[f"{noise:g}"] = {
+        results[f"{noise:g}"] = {
             name: [getattr(each, name) / getattr(KUMAR, name) - 1 for each in fits] for name in GAMMAS
         }
-    small = found["0.001"]
-    found["aims"] = {f"{name} at 0.1 % noise": max(map(abs, small[name])) < limit for name, limit in WITHIN.items()}
-    return found
+    small = results["0.001"]
+    results["aims"] = {f"{name} at 0.1 % noise": max(map(abs, small[name])) < limit for name, limit in WITHIN.items()}
+    return results
 
 
-def coverage(arguments: argparse.Namespace) -> Found:
+def coverage(arguments: argparse.Namespace) -> Result:
     tasks = [(seed, arguments.samples) for seed in range(arguments.seeds)]
     with ProcessPoolExecutor(arguments.processes) as pool:
-        seeds = list(pool.map(one_seed, tasks))
+        seeds = list(pool.map(fit_seed, tasks))
     covered = {
         name: sum(each["intervals"][name][0] <= getattr(KUMAR, name) <= each["intervals"][name][1] for each in seeds)
         for name in GAMMAS
@@ -172,7 +172,7 @@ def coverage(arguments: argparse.Namespace) -> Found:
     }
 
 
-def one_seed(task: tuple[int, int]) -> Found:
+def fit_seed(task: tuple[int, int]) -> Result:
     """Fit all constants to the paper's grid at 1 % noise, with alpha and beta tied as in the paper."""
     seed, samples = task
     fitted = fit(simulate(KUMAR, kumar_grid(), noise=0.01, seed=seed), "kumar", tie=TIED)
@@ -185,14 +185,14 @@ def one_seed(task: tuple[int, int]) -> Found:
     }
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+def time_call(work: Callable[[], Any]) -> tuple[Any, float]:
     """Return the result of a call and its CPU seconds."""
     began = time.process_time()
-    found = work()
-    return found, time.process_time() - began
+    results = work()
+    return results, time.process_time() - began
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "epoch": epoch,
     "quest": quest,
     "optimum": optimum,
@@ -207,19 +207,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bootstraps", type=int, default=BOOTSTRAPS, help="of the part epoch")
     parser.add_argument("--seeds", type=int, default=200, help="of the part coverage")
     parser.add_argument("--samples", type=int, default=200, help="bootstraps of each of its seeds")
-    parser.add_argument("--processes", type=int, default=2, help="that it runs side by side")
+    parser.add_argument("--processes", type=int, default=2, help="concurrent processes of the part coverage")
     parser.add_argument("--out", type=Path, help="another file for the result")
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.parts if name not in PARTS]:
         parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
     logging.getLogger("scantling").setLevel(logging.ERROR)
-    found = {}
+    results = {}
     for name in arguments.parts or PARTS:
-        found[name] = PARTS[name](arguments)
-        for aim, met in found[name]["aims"].items():
+        results[name] = PARTS[name](arguments)
+        for aim, met in results[name]["aims"].items():
             print(f"{name:9} {'met   ' if met else 'MISSED'} {aim}", flush=True)
-    print(write(dated(__file__, **found), "laws", arguments.out))
-    return 0 if all(met for part in found.values() for met in part["aims"].values()) else 1
+    print(write(dated(__file__, **results), "laws", arguments.out))
+    return 0 if all(met for part in results.values() for met in part["aims"].values()) else 1
 
 
 if __name__ == "__main__":

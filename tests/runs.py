@@ -357,7 +357,7 @@ def wait_for(condition: Callable[[], bool], process: Running, *, timeout: float 
         if process.poll() is not None:
             raise AssertionError(f"the process ended too early, with {process.returncode}:\n{process.communicate()[0]}")
         time.sleep(0.005)
-    raise AssertionError(f"what was waited for did not come in {timeout} s")
+    raise AssertionError(f"the condition did not hold within {timeout} s")
 
 
 def wait_for_step(metrics: Path, step: int, process: Running) -> None:

@@ -9,7 +9,7 @@ from scantling.torchrun_env import local_rank_from_env, rank_from_env, require_s
 
 
 @pytest.mark.parametrize("given", [None, "", "3"])
-def test_numbers_of_torchrun(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_sizes_from_the_environment(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
         if given is not None:
@@ -19,11 +19,11 @@ def test_numbers_of_torchrun(given: str | None, monkeypatch: pytest.MonkeyPatch)
     if not given:
         require_single_process("export")
         return
-    with pytest.raises(UserError, match="export is the work of one process; given 3 processes by torchrun"):
+    with pytest.raises(UserError, match="export runs in one process; torchrun started 3"):
         require_single_process("export")
 
 
-def test_what_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_numeric_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(UserError, match="RANK is set by torchrun to a number; the environment has 'first'"):
+    with pytest.raises(UserError, match="RANK must be a number, as torchrun sets it; given 'first'"):
         rank_from_env()

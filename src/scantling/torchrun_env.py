@@ -1,4 +1,4 @@
-"""What torchrun tells the processes that it starts, by their environment; without it, one process alone."""
+"""Ranks and sizes that torchrun sets in the environment of its processes; without torchrun, one process."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from scantling.errors import UserError
 
 
 def world_size_from_env() -> int:
-    """How many processes were started together."""
-    return _number("WORLD_SIZE", 1)
+    """Return the number of processes of the run."""
+    return _read_number("WORLD_SIZE", 1)
 
 
 def rank_from_env() -> int:
-    """The number of this process among all."""
-    return _number("RANK", 0)
+    """Return the rank of this process."""
+    return _read_number("RANK", 0)
 
 
 def local_rank_from_env() -> int:
-    """The number of this process among those on its machine."""
-    return _number("LOCAL_RANK", 0)
+    """Return the rank of this process on its machine."""
+    return _read_number("LOCAL_RANK", 0)
 
 
 def local_world_size_from_env() -> int:
-    """Return how many processes were started on this machine."""
-    return _number("LOCAL_WORLD_SIZE", world_size_from_env())
+    """Return the number of processes on this machine."""
+    return _read_number("LOCAL_WORLD_SIZE", world_size_from_env())
 
 
-def require_single_process(command: str, why: str = "is the work of one process") -> None:
-    """Raise a UserError in one of several processes."""
+def require_single_process(command: str, reason: str = "runs in one process") -> None:
+    """Raise a UserError if torchrun started several processes."""
     if (count := world_size_from_env()) > 1:
-        raise UserError(f"{command} {why}; given {count} processes by torchrun")
+        raise UserError(f"{command} {reason}; torchrun started {count}")
 
 
-def _number(name: str, alone: int) -> int:
-    given = os.environ.get(name) or str(alone)
+def _read_number(name: str, default: int) -> int:
+    given = os.environ.get(name) or str(default)
     if not given.isdecimal():
-        raise UserError(f"{name} is set by torchrun to a number; the environment has '{given}'")
+        raise UserError(f"the environment variable {name} must be a number, as torchrun sets it; given '{given}'")
     return int(given)

@@ -47,7 +47,7 @@ def test_help_is_quick() -> None:
     assert best < 0.5
 
 
-def test_shells_complete_commands_options_and_values() -> None:
+def test_shell_completion_of_commands_options_and_values() -> None:
     def complete(*words: str) -> set[str]:
         environment = {"_SCANTLING_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
         environment["COMP_CWORD"] = str(len(words) - 1)
@@ -67,7 +67,7 @@ def test_shells_complete_commands_options_and_values() -> None:
         assert f"_SCANTLING_COMPLETE=complete_{shell}" in done.stdout
 
 
-def test_run_directory_holds_what_the_design_says(trained: Path) -> None:
+def test_run_directory_has_the_documented_files(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     assert {
         "recipe.yaml",
@@ -82,7 +82,7 @@ def test_run_directory_holds_what_the_design_says(trained: Path) -> None:
     assert environment["versions"]["torch"] == torch.__version__
 
 
-def test_metrics_have_the_fixed_names_on_every_step(trained: Path) -> None:
+def test_metrics_have_fixed_names_on_every_step(trained: Path) -> None:
     lines = records(trained)
     assert [line["step"] for line in lines] == list(range(1, 10))
     fixed = [
@@ -113,23 +113,23 @@ def test_metrics_have_the_fixed_names_on_every_step(trained: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_matches_the_recorded_metrics(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", str(trained), "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    metrics = json.loads(capsys.readouterr().out)
     last = records(trained)[-1]
-    assert figures["step"] == 9
-    assert figures["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
-    assert figures["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
-    assert figures["perplexity"] == pytest.approx(2.718281828459045 ** figures["eval_loss"], rel=1e-6)
+    assert metrics["step"] == 9
+    assert metrics["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert metrics["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(2.718281828459045 ** metrics["eval_loss"], rel=1e-6)
     assert run(["eval", str(trained), "--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == figures
+    assert json.loads(capsys.readouterr().out) == metrics
     assert run(["eval", str(trained), "--device", "tpu"]) == 2
     assert "one of auto, cpu, cuda; given 'tpu'" in capsys.readouterr().err
     assert run(["eval", str(trained)]) == 0
     assert "perplexity" in capsys.readouterr().out
 
 
-def test_eval_of_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_scores_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("sentence_good,sentence_bad\nthe fox,xof eht\na lazy dog,god yzal a\n")
     assert run(["eval", str(trained), "--minimal-pairs", str(pairs)]) == 0
@@ -137,8 +137,8 @@ def test_eval_of_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert "95 % interval" in shown
     assert re.search(r"all .* % to .* % .* 2 ", shown)
     assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["phenomena"]["pairs"]["count"] == figures["count"] == 2
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["phenomena"]["pairs"]["count"] == metrics["count"] == 2
     assert run(["eval", str(trained), "--minimal-pairs", str(pairs), "--lm-eval", "blimp"]) == 2
     assert run(["eval", str(trained), "--minimal-pairs", str(tmp_path / "nothing.csv")]) == 2
     assert "file not found" in capsys.readouterr().err
@@ -148,9 +148,7 @@ def test_eval_of_minimal_pairs(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["count"] == 1
 
 
-def test_export_loads_with_transformers_alone(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_loads_without_scantling(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     assert run(["export", str(trained), "--to", "hf", str(folder)]) == 0
     assert "largest logit difference" in capsys.readouterr().out
@@ -166,7 +164,7 @@ def test_export_loads_with_transformers_alone(
     assert run(["export", str(trained), "--to", "gguf", str(tmp_path / "x")]) == 2
 
 
-def test_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_one_page(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert run(["report", str(trained), "--out", str(page)]) == 0
     assert "<svg" in page.read_text()
@@ -180,7 +178,7 @@ def test_schema_describes_the_recipe(capsys: pytest.CaptureFixture[str]) -> None
     assert schema["additionalProperties"] is False
 
 
-def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))
     assert run(["plan", str(path), "--json", "--world-size", "2"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -189,7 +187,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "parameters" in capsys.readouterr().out.lower()
 
 
-def test_plan_of_a_run_is_that_of_its_recipe_and_processes(
+def test_plan_of_a_run_uses_its_recipe_and_world_size(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def planned(*arguments: str | Path) -> dict[str, Any]:
@@ -221,7 +219,7 @@ def test_plan_of_a_run_is_that_of_its_recipe_and_processes(
         assert (made["world_size"], made["device"]) == expected
 
 
-def test_sweep_begins_from_a_run(trained: Path, tmp_path: Path) -> None:
+def test_sweep_accepts_a_run_as_base(trained: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep.yaml"
     for base, code in ((trained, 0), (tmp_path, 2)):
         sweep.write_text(json.dumps({"base": str(base), "axes": {"train.steps": [2, 3]}}))
@@ -299,7 +297,7 @@ def test_dry_run_fails_like_the_run(
     assert "valid" not in planned.out
 
 
-def test_dry_run_fails_where_the_run_would_be_refused(
+def test_dry_run_refuses_what_the_run_refuses(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path)))
@@ -314,7 +312,7 @@ def test_dry_run_fails_where_the_run_would_be_refused(
     assert run(["train", str(trained), "--resume", "--dry-run"]) == 0
 
 
-def test_faults_of_a_recipe_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_faults_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, train={"stepz": 3, "schedule": "cosinus"})
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     assert run(["train", str(path), "--dry-run"]) == 2
@@ -345,7 +343,7 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
 def test_compare_prints_and_writes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The runs are forked. `test_a_signal_to_compare_is_passed_on_to_the_run` covers the shared terminal."""
+    """The runs are forked. `test_compare_forwards_sigterm_to_its_run` covers the shared terminal."""
     for name, optim in (("dense", "adamw"), ("lean", "came")):
         recipe = tiny_recipe(tmp_path, optim={"name": optim}) | {"name": name}
         write_recipe(tmp_path / f"{name}.yaml", recipe)
@@ -354,7 +352,7 @@ def test_compare_prints_and_writes_the_table(
     with (tmp_path / "log").open("ab") as log:
         monkeypatch.setattr(commands, "subprocess", SimpleNamespace(Popen=partial(popen, stdout=log)))
     assert run(arguments) == 0, (tmp_path / "log").read_text()
-    shown, told = capsys.readouterr().out, (tmp_path / "log").read_text()
+    shown, log = capsys.readouterr().out, (tmp_path / "log").read_text()
     compared = json.loads((tmp_path / "out" / "compare.json").read_text())
     dense, lean = compared["runs"]
     assert (dense["name"], lean["name"]) == ("dense", "lean")
@@ -367,17 +365,17 @@ def test_compare_prints_and_writes_the_table(
     assert lean["optimizer_state_bytes"] < 0.65 * dense["optimizer_state_bytes"]
     assert (tmp_path / "out" / "report.html").exists()
     assert "checkpoints" in shown
-    assert "step 12/12" in told
-    assert not re.search(r"\x1b\[", shown + told), "colours where there is no terminal"
+    assert "step 12/12" in log
+    assert not re.search(r"\x1b\[", shown + log), "colors without a terminal"
     assert run(arguments) == 2
     assert "dense.yaml ended with exit code 2; see its message above" in capsys.readouterr().err
-    assert "already holds a run" in (tmp_path / "log").read_text().removeprefix(told)
+    assert "already holds a run" in (tmp_path / "log").read_text().removeprefix(log)
     runs = [str(tmp_path / "out" / name) for name in ("dense", "lean")]
     assert run(["compare", *runs, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "compare.json").read_text()) == compared
 
 
-def test_compare_names_recipes_and_runs_of_one_name_apart(
+def test_compare_distinguishes_runs_with_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make_trained(command: list[str]) -> int:
@@ -398,20 +396,20 @@ def test_compare_names_recipes_and_runs_of_one_name_apart(
 
     taken = make_run(tmp_path / "again" / "same", name="other", steps=4)
     assert run(["compare", str(taken), str(recipes[0]), "--out", str(tmp_path / "again"), "--force"]) == 2
-    assert "one of the runs to compare; give another --out" in capsys.readouterr().err
+    assert "one of the runs to compare; choose another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["export", "run", "--to", "hf", "out"], ["quantize", "run", "--weights", "int4"]])
-def test_what_is_the_work_of_one_process(
+def test_single_process_commands_refuse_torchrun(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("os._exit", lambda code: None)
     assert run(command) == 2
-    assert f"{command[0]} is the work of one process; given 2 processes by torchrun" in capsys.readouterr().err
+    assert f"{command[0]} runs in one process; torchrun started 2" in capsys.readouterr().err
 
 
-def test_a_signal_to_compare_is_passed_on_to_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compare_forwards_sigterm_to_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = """
 import pathlib, signal, sys, time
 
@@ -437,7 +435,7 @@ time.sleep(60)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_paths_that_cannot_be_looked_at_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_path_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "x" * 300 + ".yaml"]) == 2
     assert "File name too long" in capsys.readouterr().err
 
@@ -450,15 +448,15 @@ def test_overrides_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["num_parameters"] > 2 * small
 
 
-def test_doctor_says_what_is_here() -> None:
+def test_doctor_reports_one_process() -> None:
     done = scantling("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "torch" in done.stdout
-    assert "one process; to test the links" in done.stdout
+    assert "one process; to measure the network" in done.stdout
 
 
 @pytest.mark.dist
-def test_doctor_measures_all_links() -> None:
+def test_doctor_measures_the_network() -> None:
     done = scantling("doctor", "--device", "cpu", "--json", processes=3)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -41,7 +41,7 @@ RECORD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 300])
-def test_every_figure_has_room(width: int) -> None:
+def test_all_metrics_are_visible(width: int) -> None:
     """The optimizer memory next to its planned value fits too, before and after an evaluation."""
     shown = io.StringIO()
     sink = ConsoleSink(Console(file=shown, force_terminal=True, width=width, color_system=None))
@@ -50,7 +50,7 @@ def test_every_figure_has_room(width: int) -> None:
     sink.record(RECORD)
     sink.close()
     latest = shown.getvalue().split("4/500")[-1]
-    figures = (
+    metrics = (
         "loss 3.100",
         "held-out 3.000",
         "tok/s",
@@ -59,13 +59,13 @@ def test_every_figure_has_room(width: int) -> None:
         "mean rank 12.3",
         "lr 1.0e-03",
     )
-    for figure in (*figures, "optimizer 45.0 MiB (plan 44.0 MiB)"):
-        assert figure in " ".join(latest.split()), figure
+    for metric in (*metrics, "optimizer 45.0 MiB (plan 44.0 MiB)"):
+        assert metric in " ".join(latest.split()), metric
     assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
 
 
-@pytest.mark.parametrize("colours", [True, False])
-def test_no_color_leaves_the_line_and_takes_its_colours(colours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("colors", [True, False])
+def test_no_color_removes_only_the_colors(colors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -73,7 +73,7 @@ def test_no_color_leaves_the_line_and_takes_its_colours(colours: bool, monkeypat
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "CI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    if not colours:
+    if not colors:
         monkeypatch.setenv("NO_COLOR", "1")
     shown = Terminal()
     monkeypatch.setattr("sys.stdout", shown)
@@ -84,10 +84,10 @@ def test_no_color_leaves_the_line_and_takes_its_colours(colours: bool, monkeypat
     sink.close()
     assert "\x1b[?25l" in shown.getvalue(), "no live display"
     assert "4/4" in shown.getvalue()
-    assert ("\x1b[3" in shown.getvalue()) == colours
+    assert ("\x1b[3" in shown.getvalue()) == colors
 
 
-def test_a_run_goes_on_where_nobody_reads_what_it_prints() -> None:
+def test_run_continues_without_a_reader() -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -100,7 +100,7 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints() -> None:
     sink.close()
 
 
-def test_a_run_ends_in_order_where_its_terminal_was_closed() -> None:
+def test_run_ends_cleanly_after_its_terminal_closes() -> None:
     class Terminal(io.StringIO):
         is_open = True
 
@@ -134,7 +134,7 @@ PATH = "/a/long/path/" + 12 * "of-a-folder/" + "report.html"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wrap_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     shown = Terminal()
     monkeypatch.setattr("sys.stdout", shown)
@@ -148,7 +148,7 @@ def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch) 
         assert any(value in line for line in lines)
 
 
-def test_lines_of_a_file_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_in_a_file_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     shown = io.StringIO()
     monkeypatch.setattr("sys.stdout", shown)
@@ -156,7 +156,7 @@ def test_lines_of_a_file_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.getvalue() == LINE + "\n"
 
 
-def test_errors_break_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_wrap_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown = Terminal()
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setattr("sys.stderr", shown)
@@ -169,9 +169,7 @@ def test_errors_break_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_run_says_what_it_does_before_the_first_step(
-    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_shows_phases_before_the_first_step(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Terminal()
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("sys.stdout", shown)
@@ -194,7 +192,7 @@ def test_a_run_says_what_it_does_before_the_first_step(
     assert sc.Plan.from_dict(stored).short() in " ".join(text.split())
 
 
-def test_phases_of_a_run(tmp_path: Path) -> None:
+def test_run_reports_its_phases(tmp_path: Path) -> None:
     class Phases(Sink):
         def __init__(self) -> None:
             self.seen: list[str | None] = []
@@ -227,7 +225,7 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
     assert "compiling" in first_phase(compiled)
 
 
-def test_phases_stand_next_to_the_bar() -> None:
+def test_phases_are_shown_next_to_the_bar() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80, color_system=None)
     sink = ConsoleSink(console)
@@ -251,13 +249,13 @@ def test_phases_stand_next_to_the_bar() -> None:
     sink.record(RECORD)
     sink._live.refresh()
     sink.close()
-    told = [compiling.find(what) for what in ("reading", "tokenizing", "0/500", "compiling, 25 s")]
-    assert -1 not in told
-    assert told == sorted(told)
+    positions = [compiling.find(what) for what in ("reading", "tokenizing", "0/500", "compiling, 25 s")]
+    assert -1 not in positions
+    assert positions == sorted(positions)
     assert "compiling" not in shown.getvalue()[shown.getvalue().rfind("4/500") :]
 
 
-def test_a_long_phase_is_a_line_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_phase_prints_a_line_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.cli.console.PLAIN_INTERVAL_S", 0.05)
     shown = io.StringIO()
     sink = ConsoleSink(Console(file=shown, width=80))

@@ -40,12 +40,12 @@ def chinchilla(tmp_path_factory: pytest.TempPathFactory) -> str:
 NAMES = ["--column", "N=params", "--column", "C=flops", "--column", "loss=final", "--where", "kind=good"]
 
 
-def test_constants_intervals_hold_out_and_plot(
+def test_fit_prints_constants_intervals_and_errors(
     chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["fit", chinchilla, *NAMES, "--samples", "20", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for word in ("alpha", "95 % interval", " to ", "hold-out", "at worst", "nats × tokens^beta", "condition"):
+    for word in ("alpha", "95 % interval", " to ", "hold-out", "worst error", "nats × tokens^beta", "condition"):
         assert word in shown
     found = json.loads((tmp_path / "runs-chinchilla.json").read_text())
     assert found["runs"] == 20
@@ -57,7 +57,7 @@ def test_constants_intervals_hold_out_and_plot(
     assert "20 runs" in str(plot.get("aria-label"))
 
 
-def test_tables_have_their_whole_names_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_files_keep_the_full_table_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = np.repeat([2e7, 2.00001e7, 2e8, 6e8], 5)
     grid = {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)}
     table = write(tmp_path / "runs.v1.csv", simulate(ChinchillaLaw.published(), grid, noise=0.002))
@@ -67,7 +67,7 @@ def test_tables_have_their_whole_names_and_sizes(tmp_path: Path, capsys: pytest.
     assert list(found["by_size"]) == ["20000000", "20000100", "200000000", "600000000"]
 
 
-def test_an_interval_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infinite_interval_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B is proportional to tokens^30.7, which exceeds the range of floats in some refits only."""
     N, D = np.repeat([5e7, 1e8, 2e8, 4e8], 5), np.tile([0.95e10, 1e10, 1.05e10, 1.1e10, 1.15e10], 4)
     noise = np.exp(0.001 * np.random.default_rng(0).standard_normal(20))
@@ -81,7 +81,7 @@ def test_an_interval_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert high is None
 
 
-def test_json_is_the_file(chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_equals_the_file(chinchilla: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["fit", chinchilla, *NAMES, "--tie", "beta=alpha", "--fix", "E=1.8172", "--samples", "0"]
     assert run([*given, "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -91,7 +91,7 @@ def test_json_is_the_file(chinchilla: str, tmp_path: Path, capsys: pytest.Captur
     assert found["constants"]["A"]["interval"] is None
 
 
-def test_what_the_runs_do_not_tell_has_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unidentifiable_constant_has_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write(tmp_path / "table.csv", simulate(PrecisionLaw.published(), kumar_grid(), noise=0.01))
     assert run(["fit", table, "--law", "kumar", "--samples", "0", "--tie", "beta=alpha", "--out", str(tmp_path)]) == 0
     assert "not identified: gamma_kv, the runs fit equally well with it" in capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_what_the_runs_do_not_tell_has_no_value(tmp_path: Path, capsys: pytest.C
     assert "it moves with n_kv" in found["not_identified"]
 
 
-def test_runs_that_say_nothing_of_a_constant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_constant_without_data_has_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights trained at 16 bits lose nothing when quantized to 16, so their loss term is not identifiable."""
     sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
     runs = simulate(ChinchillaLaw.published(), {"N": sizes, "D": sizes * np.tile([5, 10, 20, 60, 200], 4)})
@@ -112,7 +112,7 @@ def test_runs_that_say_nothing_of_a_constant(tmp_path: Path, capsys: pytest.Capt
     assert found["constants"]["alpha"]["value"] == pytest.approx(0.3478, rel=1e-4)
 
 
-def test_quantisation_after_training_of_a_sweeps_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_post_training_columns_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chinchilla = ChinchillaLaw.published().constants()
     law = PostTrainingLaw.published().with_constants(chinchilla)
     sizes = np.repeat([2e7, 6e7, 2e8, 6e8], 5)
@@ -145,22 +145,24 @@ def test_quantisation_after_training_of_a_sweeps_table(tmp_path: Path, capsys: p
     ("given", "words"),
     [
         (["--column", "N"], "--column takes NAME=VALUE; given 'N'"),
-        (["--where", "kind=good", "--where", "kind=bad"], "--where gives kind twice, as 'good' and 'bad'"),
-        (["--column", "N=params", "--column", "N=n"], "--column gives N twice"),
-        (["--fix", "E=1", "--fix", "E = 2"], "--fix gives E twice"),
-        (["--tie", "beta=alpha", "--tie", "beta=A"], "--tie gives beta twice"),
+        (["--where", "kind=good", "--where", "kind=bad"], "--where sets kind twice, to 'good' and 'bad'"),
+        (["--column", "N=params", "--column", "N=n"], "--column sets N twice"),
+        (["--fix", "E=1", "--fix", "E = 2"], "--fix sets E twice"),
+        (["--tie", "beta=alpha", "--tie", "beta=A"], "--tie sets beta twice"),
         (["--fix", "E=low"], "--fix E takes a number; given 'low'"),
         (["--base", "hofmann"], "did you mean 'hoffmann'"),
         (["--law", "kumer"], "did you mean 'kumar'"),
         ([], "no column 'N'"),
     ],
 )
-def test_what_it_refuses(chinchilla: str, given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_refuses_bad_arguments(
+    chinchilla: str, given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["fit", chinchilla, *given]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_it_starts_without_torch(chinchilla: str, tmp_path: Path) -> None:
+def test_fit_does_not_import_torch(chinchilla: str, tmp_path: Path) -> None:
     arguments = ["fit", chinchilla, *NAMES, "--samples", "0", "--out", str(tmp_path)]
     code = f"import sys; from scantling.cli import run; run({arguments!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -48,7 +48,7 @@ def test_lost_output_is_one_line(line: str, code: int, message: str, tmp_path: P
     assert (done.returncode, done.stderr) == (code, message)
 
 
-def test_closed_streams_are_not_given_to_files(tmp_path: Path) -> None:
+def test_closed_streams_are_not_reused_for_files(tmp_path: Path) -> None:
     script = "import os; from scantling.cli import main; main(['--version'])"
     found = tmp_path / "numbers"
     script = script.replace(
@@ -61,7 +61,7 @@ def test_closed_streams_are_not_given_to_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_full_disk_of_the_output_does_not_end_the_work(
+def test_full_disk_does_not_stop_the_command(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path))
@@ -86,7 +86,7 @@ def test_full_disk_of_the_output_does_not_end_the_work(
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_errors_of_the_system_are_one_line(
+def test_system_errors_are_one_line(
     error: BaseException,
     code: int,
     message: str,
@@ -103,7 +103,7 @@ def test_errors_of_the_system_are_one_line(
     assert shown.count("\n") == 1
 
 
-def test_interrupt_that_a_library_took_for_another_error_is_one(
+def test_interrupt_wrapped_by_a_library_is_reported_as_interrupt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raises(*_: object, **__: object) -> int:
@@ -141,7 +141,7 @@ def test_five_interrupts_at_the_start_are_one_line(delay: float, tmp_path: Path)
     _, shown = process.communicate(timeout=60)
     assert process.returncode in (INTERRUPTED, 3)  # 3 if it was already training
     if process.returncode == INTERRUPTED:
-        assert shown == "scantling: interrupted; a run goes on from its newest checkpoint with --resume\n"
+        assert shown == "scantling: interrupted; continue a run from its newest checkpoint with --resume\n"
 
 
 @pytest.mark.parametrize("again", [signals.interrupt, lambda *_: heard.append("again")])

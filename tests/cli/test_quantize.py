@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import scantling as sc
 from scantling.cli import run
 from scantling.cli.console import print_labeled
-from scantling.cli.quantizing import _lines, _predicted
+from scantling.cli.quantizing import _describe_prediction, _lines
 from scantling.laws import PostTrainingLaw, PrecisionLaw
 from scantling.precision import Quantizer
 from scantling.trainer.training.quantize import predictions, quantize_run
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_prints_and_writes_the_result(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["quantize", str(trained), "--weights", "int4", "--method", "gptq", "--group-size", "16"]
     assert run(given) == 0
     out = capsys.readouterr().out
@@ -42,12 +42,12 @@ def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[
     assert "down_proj" not in out
     for words in (
         "weights 14 in int4 by group of 16, gptq, step 8",
-        "held out before",
-        "by the kumar law, fitted on N 30.0M to 220M, D 1.50G to 26.0G; N and D of this run outside of that",
+        "on held-out data",
+        "by the kumar law, fitted on N 30.0M to 220M, D 1.50G to 26.0G; N and D of this run outside that range",
         "by the ouyang law",
         "in bf16",
-        ": sc.load unpacks the weights to fp32, so the model is no smaller there, nor faster",
-        f"folder {folder}, which sc.load reads",
+        ": sc.load unpacks the weights to fp32; the model in memory is not smaller or faster",
+        f"folder {folder} (load it with sc.load)",
     ):
         assert words in printed, printed
     model = sc.load(folder)
@@ -57,24 +57,24 @@ def test_what_it_prints_and_writes(trained: Path, capsys: pytest.CaptureFixture[
     assert "exists and is not empty" in capsys.readouterr().err
 
 
-def test_a_table_with_verbose(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_a_table(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["quantize", str(trained), "--weights", "int8", "--out", str(tmp_path / "out"), "--verbose"]
     assert run(given) == 0
     out = capsys.readouterr().out
-    assert out.index("held out before") < out.index("┃ model.layers.… ") < out.index("│ 1.mlp.down_proj ")
+    assert out.index("on held-out data") < out.index("┃ model.layers.... ") < out.index("│ 1.mlp.down_proj ")
 
 
-def test_warnings_are_one_line_a_kind(
+def test_one_warning_line_per_kind(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["--weights", "int4", "--method", "gptq", "--calibration", "1", "--out", str(tmp_path / "out"), "--json"]
     assert run(["quantize", str(trained), *given]) == 0
     warnings = " ".join(capsys.readouterr().err.split())
     assert warnings.count("WARNING") == 1
-    assert "2 of 14 weights have more inputs than there are tokens of calibration (" in warnings
+    assert "2 of 14 weights have more inputs than calibration tokens (" in warnings
 
 
-def test_the_result_fits_a_terminal_of_80_columns(trained: Path, tmp_path: Path) -> None:
+def test_result_fits_80_columns(trained: Path, tmp_path: Path) -> None:
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=80, highlight=False, soft_wrap=True)
     done = quantize_run(trained, "int4", tmp_path / "out")
@@ -87,7 +87,7 @@ def test_the_result_fits_a_terminal_of_80_columns(trained: Path, tmp_path: Path)
     assert all(word in words for _, text in _lines(done, "sc.load") for word in text.split())
 
 
-def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_metrics(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {}
     for bits in (2, 8):
         out = tmp_path / f"int{bits}"
@@ -119,7 +119,7 @@ def test_the_figures(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert eight["bytes"]["in_memory"] == sum(parameter.nbytes for parameter in loaded.parameters())
 
 
-def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_embeddings(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--weights", "int4", "--method", "gptq", "--embeddings", "--out", str(tmp_path / "out"), "--json"]
     assert run(["quantize", str(trained), *options]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -131,26 +131,28 @@ def test_embeddings_too(trained: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert len(sc.load(tmp_path / "out").lm_head.weight[0].unique()) <= 16
 
 
-def test_what_transformers_reads(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dequantized_folder_loads_with_transformers(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for out, more in (("plain", ["--dequantized"]), ("packed", [])):
         assert run(["quantize", str(trained), "--weights", "fp6_e3m2", "--out", str(tmp_path / out), *more]) == 0
     printed = capsys.readouterr().out
-    assert "which transformers reads" in printed
+    assert "(load it with transformers)" in printed
     assert "the weights are stored in fp32" in printed
     plain, packed = AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), sc.load(tmp_path / "packed")
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
 
 
-def test_a_run_of_cores(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_tt_model(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, tensor={"rank": 4})
     assert run(["train", str(write_recipe(tmp_path / "c.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
     out = str(tmp_path / "out")
     assert run(["quantize", str(tmp_path / "run"), "--weights", "int8", "--method", "gptq", "--out", out]) == 0
-    assert "weights     84 in int8 by channel, gptq, step 8, 84 of them to the nearest" in capsys.readouterr().out
+    assert "weights     84 in int8 by channel, gptq, step 8, 84 of them rounded to nearest" in capsys.readouterr().out
     assert sc.load(out).model.layers[0].mlp.up_proj.ranks[1] > 1
 
 
-def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_after_low_precision_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, precision={"weights": "int4", "activations": "int8"})
     assert run(["train", str(write_recipe(tmp_path / "q.yaml", recipe)), "--run-dir", str(tmp_path / "run")]) == 0
     capsys.readouterr()
@@ -168,12 +170,12 @@ def test_a_run_trained_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (kumar["unknown"], ouyang["unknown"]) == ([], ["weights", "activations"])
 
 
-def test_a_law_by_which_training_diverges() -> None:
+def test_law_predicts_divergence() -> None:
     kumar, _ = predictions(10**8, 10**10, Quantizer.from_spec("int3"), {"activations": 2, "queries": 8})
     assert (kumar.degradation, kumar.unknown) == (None, ("queries",))
-    assert _predicted(kumar).startswith("no loss, as training diverges, by the kumar law")
-    assert _predicted(kumar).endswith(
-        "activations of this run outside of that; it knows nothing of few bits of queries in training"
+    assert _describe_prediction(kumar).startswith("divergence by the kumar law")
+    assert _describe_prediction(kumar).endswith(
+        "activations of this run outside that range; it does not model low-precision training of queries"
     )
 
 
@@ -181,13 +183,15 @@ def test_a_law_by_which_training_diverges() -> None:
     ("given", "words"),
     [
         (["--weights", "int4", "--method", "qptq"], "method must be rtn or gptq; given 'qptq' (did you mean 'gptq'?)"),
-        (["--weights", "int44"], "integers have 2 to"),
+        (["--weights", "int44"], "integer formats have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
-        (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 has group_size=16; given 8"),
-        (["--weights", "nvfp4", "--clip", "mse"], "are of groups and of absmax"),
+        (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 fixes group_size=16; given 8"),
+        (["--weights", "nvfp4", "--clip", "mse"], "need granularity='group' and clip='absmax'"),
     ],
 )
-def test_what_it_refuses(given: list[str], words: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_refuses_bad_arguments(
+    given: list[str], words: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["quantize", str(trained), *given]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert run(["quantize", str(trained / "nothing"), "--weights", "int4"]) == 2

@@ -44,18 +44,20 @@ def test_dry_run_prints_the_grid(path: str, tmp_path: Path, capsys: pytest.Captu
         (["--set", "train.stepz=8"], "train.stepz: unknown key"),
     ],
 )
-def test_what_it_refuses(path: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_refuses_bad_arguments(
+    path: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["sweep", path, "--dry-run", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_it_starts_its_runs_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_refuses_torchrun(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["sweep", path]) == 2
 
 
 @pytest.mark.parametrize(("error", "code"), [("", 0), ("after the run: no memory", 1)])
-def test_an_evaluation_that_failed_is_a_failure(
+def test_failed_evaluation_fails_the_sweep(
     path: str, error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_all(self: SweepRunner, chosen: list[Case]) -> SweepResult:
@@ -69,7 +71,7 @@ def test_an_evaluation_that_failed_is_a_failure(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_over_the_whole(path: str, terminal: bool) -> None:
+def test_progress_of_all_runs(path: str, terminal: bool) -> None:
     """Four runs: one exists, one ends, one fails, and one is in progress."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120, color_system=None)
@@ -87,7 +89,7 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
     progress.progress(middle, {"step": 4, "loss": 3.5})
     progress.close()
     text = shown.getvalue()
-    assert "1 of 4 runs are settled already" in text
+    assert "1 of 4 runs are finished" in text
     assert f"2/4  {ends.label}: done, loss 2.1250, 62.0 s" in text
     assert f"3/4  {fails.label}: failed: no such file" in text
     if terminal:
@@ -96,7 +98,7 @@ def test_progress_over_the_whole(path: str, terminal: bool) -> None:
         assert progress.share == pytest.approx(1 - 0.5 * middle.work / (ends.work + fails.work + middle.work))
 
 
-def test_a_dry_run_compares_the_largest_run_with_the_memory(
+def test_dry_run_checks_memory_of_the_largest_run(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["sweep", path, "--dry-run"]) == 0
@@ -107,7 +109,7 @@ def test_a_dry_run_compares_the_largest_run_with_the_memory(
     assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_dry_run_without_its_data_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_fails_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("corpus.txt", "corpsu.txt", "other.txt")]
     content = {"base": tiny_recipe(tmp_path), "axes": {"data.text": paths, "train.steps": [4, 5]}}
     assert run(["sweep", str(write_recipe(tmp_path / "data.yaml", content)), "--dry-run"]) == 2
@@ -126,7 +128,7 @@ def test_a_dry_run_without_its_data_fails(tmp_path: Path, capsys: pytest.Capture
         ({"minimal_pairs": "nowhere.jsonl"}, 2, "after the runs: "),
     ],
 )
-def test_a_dry_run_checks_what_comes_after(
+def test_dry_run_checks_evaluations_after_training(
     after: dict[str, Any], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = {"base": tiny_recipe(tmp_path), "axes": {"train.steps": [4]}, "after": after}

@@ -85,7 +85,7 @@ def beside_the_training() -> None:
             optimizer.step()
             beyond = optimizer.wire_bytes - (optimizer.exchange.planned_wire_bytes() if step else 0)
             compared = 8 * (len(list(net.parameters())) + 1 + SKETCH)
-            assert beyond == (compared if optimizer.exchange.rounds.comes_round(step + 1, 3) else 0)
+            assert beyond == (compared if optimizer.exchange.config.comes_round(step + 1, 3) else 0)
         assert_alike(net)
 
 

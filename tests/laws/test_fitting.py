@@ -14,7 +14,7 @@ from benchmarks.synthetic_runs import kumar_grid, simulate
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, PrecisionLaw
 from scantling.laws.fitting import minimize
-from tests.laws.worlds import KUMAR, small_grid, without_precision
+from tests.laws.examples import KUMAR, small_grid, without_precision
 
 TABLES = Path(__file__).parents[1] / "data"
 TIED = {"beta": "alpha"}
@@ -251,29 +251,29 @@ def test_fit_efficiencies_of_quest(quest: list[dict[str, str]]) -> None:
 
 def test_fit_stages_take_constants_from_the_base() -> None:
     """Fit a base to unquantized runs, the parts on top of it, and quantization after training on top of both."""
-    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    law = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = kumar_grid()
-    runs = simulate(world, grid)
-    base = sc.laws.fit(simulate(without_precision(world), small_grid()), "chinchilla")
+    runs = simulate(law, grid)
+    base = sc.laws.fit(simulate(without_precision(law), small_grid()), "chinchilla")
     parts = sc.laws.fit(runs, "kumar", base=base)
     assert set(parts.names) == {*GAMMAS, "n_w", "n_a", "n_kv"}
-    after = simulate(world, {**grid, "post": np.resize([3.0, 4.0, 5.0], len(grid["N"]))})
+    after = simulate(law, {**grid, "post": np.resize([3.0, 4.0, 5.0], len(grid["N"]))})
     whole = sc.laws.fit(after, "kumar", base=parts)
     assert set(whole.names) == {"C_T", "gamma_D", "gamma_N", "gamma_post"}
     assert whole.gamma_post == pytest.approx(0.5907, rel=1e-3)
-    assert whole.critical_tokens(1e9, post=4) == pytest.approx(world.critical_tokens(1e9, post=4), rel=0.01)
+    assert whole.critical_tokens(1e9, post=4) == pytest.approx(law.critical_tokens(1e9, post=4), rel=0.01)
 
 
 def test_fit_base_uses_full_precision_runs() -> None:
-    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    law = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     grid["weights"] = np.repeat([np.inf, 4.0, 6.0], 20)
     others = dict.fromkeys(("activations", "kv_cache"), np.full(60, np.inf))
-    table = {**grid, "loss": simulate(world, {**grid, **others})["loss"]}
+    table = {**grid, "loss": simulate(law, {**grid, **others})["loss"]}
     fitted = sc.laws.fit(table, "kumar", base="fit", tie=TIED)
     assert fitted.names == ("gamma_w", "n_w")
-    assert fitted.gamma_w == pytest.approx(world.gamma_w, rel=1e-3)
-    assert (fitted.alpha, fitted.beta) == pytest.approx((world.alpha, world.alpha), rel=1e-3)
+    assert fitted.gamma_w == pytest.approx(law.gamma_w, rel=1e-3)
+    assert (fitted.alpha, fitted.beta) == pytest.approx((law.alpha, law.alpha), rel=1e-3)
     assert fitted.source == "fitted to 60 runs on a base (fitted to 20 runs)"
 
 
@@ -319,14 +319,14 @@ def test_fit_fixes_ties_and_frees_constants() -> None:
 
 @pytest.mark.parametrize("held", [("C_T",), ("A", "C_T"), ("B", "gamma_D")])
 def test_fit_fixes_amplitudes_in_original_units(held: tuple[str, ...]) -> None:
-    world = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
+    law = KUMAR.with_constants({"n_post": 0.0, "C_T": 0.0598 * np.exp(1.1277)})
     grid = {name: np.tile(column, 3) for name, column in small_grid().items()}
     others = dict.fromkeys(("weights", "activations", "kv_cache"), np.full(60, np.inf))
-    runs = simulate(world, {**grid, **others, "post": np.repeat([3.0, 4.0, np.inf], 20)})
-    constants = world.constants()
+    runs = simulate(law, {**grid, **others, "post": np.repeat([3.0, 4.0, np.inf], 20)})
+    constants = law.constants()
     fitted = sc.laws.fit(runs, "kumar", fixed={name: constants[name] for name in held})
     assert fitted.law.constants()["C_T"] == pytest.approx(constants["C_T"], rel=1e-9 if "C_T" in held else 0.02)
-    assert fitted.gamma_N == pytest.approx(world.gamma_N, rel=0.01)
+    assert fitted.gamma_N == pytest.approx(law.gamma_N, rel=0.01)
     assert fitted.mean_error < 1e-5
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import scantling as sc
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Law, PostTrainingLaw, PrecisionLaw
-from tests.laws.worlds import KUMAR
+from tests.laws.examples import KUMAR
 
 EVERY: list[tuple[Law, dict[str, object]]] = [
     (ChinchillaLaw.published(), {}),

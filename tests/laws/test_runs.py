@@ -18,7 +18,7 @@ from benchmarks.synthetic_runs import kumar_grid, simulate
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, PostTrainingLaw, PrecisionLaw
 from scantling.laws.runs import read_runs
-from tests.laws.worlds import KUMAR, small_grid
+from tests.laws.examples import KUMAR, small_grid
 
 RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
 

@@ -11,11 +11,14 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as a shell's."""
-_lost: OSError | None = None
+NEEDED = ("typer", "rich", "pydantic", "yaml", "transformers", "datasets", "matplotlib", "scipy")
+"""Modules that the commands import; `scantling[train]` installs them."""
+_lost_output: OSError | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        _say(f'scantling: error: {", ".join(missing)} not installed; run: pip install "scantling[train]"')
+        return 1
     try:
         with _reporting():
             code = _invoke(arguments)
@@ -66,8 +73,8 @@ def _invoke(arguments: Sequence[str] | None) -> int:
 def _reporting() -> Iterator[None]:
     """Print an error that is raised inside; one of several processes also reports it to the others."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    is_launched = all((os.environ.get(name) or "1").isdecimal() for name in names)  # else the command reports it
-    if is_launched and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    is_valid = all((os.environ.get(name) or "1").isdecimal() for name in names)  # otherwise the command reports it
+    if is_valid and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         from scantling.distributed.peers import report_errors_to_peers
 
         with report_errors_to_peers(_report):
@@ -128,7 +135,7 @@ def _report(error: BaseException) -> None:
         with contextlib.suppress(OSError):
             error.show()
     elif isinstance(error, KeyboardInterrupt | typer.Abort):
-        _say("scantling: interrupted; a run goes on from its newest checkpoint with --resume")
+        _say("scantling: interrupted; continue a run from its newest checkpoint with --resume")
     elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         where = "cannot write" if error.filename is None else error.filename
         _say(f"scantling: error: {where}: {error.strerror or error}")
@@ -155,15 +162,15 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def report_lost(error: OSError) -> None:
+def report_lost_output(error: OSError) -> None:
     """Record that output could not be written; `run` reports it at the end."""
-    global _lost
-    _lost = error
+    global _lost_output
+    _lost_output = error
 
 
 def _close_output(code: int) -> int:
-    """Flush the output and return the exit code: 1 if output was lost and everything else succeeded."""
-    global _lost
+    """Flush the output and return the exit code: 1 if output was lost although the command succeeded."""
+    global _lost_output
     from scantling.errors import EXIT_STOPPED
 
     for stream in (sys.stdout, sys.stderr):
@@ -171,16 +178,16 @@ def _close_output(code: int) -> int:
             stream.flush()
         except OSError as error:
             if stream is sys.stdout:
-                _lost = error
+                _lost_output = error
             with contextlib.suppress(OSError, ValueError):  # or the interpreter would flush again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (AttributeError, ValueError):  # missing or closed stream
             pass
-    lost, _lost = _lost, None
+    lost, _lost_output = _lost_output, None
     if lost is None:
         return code
-    is_said = code not in (0, EXIT_STOPPED)  # one line is enough
-    if not is_said and not isinstance(lost, BrokenPipeError):  # a reader that closes a pipe has read enough
+    is_reported = code not in (0, EXIT_STOPPED)  # one line is enough
+    if not is_reported and not isinstance(lost, BrokenPipeError):  # a closed pipe, as by `head`, is no error
         _say(f"scantling: error: cannot write to the standard output: {lost.strerror or lost}")
     return code or 1
 

@@ -1,4 +1,4 @@
-"""The commands. Each imports its dependencies when it runs, so that `scantling --help` does not wait for torch."""
+"""Command definitions. Each command imports its code when it runs, so that `scantling --help` does not load torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 app = typer.Typer(
     name="scantling",
-    help="Train large models for less: fewer parameters, less optimizer memory, fewer bytes sent, fewer bits.",
+    help="Train large models with fewer parameters, less optimizer memory, fewer bytes sent and lower precision.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -19,9 +19,7 @@ app = typer.Typer(
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change one key of the recipe, such as train.steps=100. Repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe key, such as train.steps=100. Repeatable."),
 ]
 
 
@@ -37,7 +35,7 @@ def _complete(*values: str) -> Callable[[str], list[str]]:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _devices = _complete("auto", "cpu", "cuda")
 Device = Annotated[
-    str | None, typer.Option(help="auto, cpu or cuda. Default: what the recipe names.", autocompletion=_devices)
+    str | None, typer.Option(help="auto, cpu or cuda. Default: the device of the recipe.", autocompletion=_devices)
 ]
 
 
@@ -62,16 +60,19 @@ def _root(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or with --resume the directory of a run.")],
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes. Default: runs/NAME.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A recipe file; with --resume, a run directory also works.")],
+    run_dir: Annotated[Path | None, typer.Option(help="Directory to write the run to. Default: runs/NAME.")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and its data, print the plan, train nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe and its data and print the plan, without training.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run that is in the run directory.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run in the run directory.")] = False,
 ) -> int:
-    """Train a model from a recipe. With several processes: torchrun --nproc-per-node N -m scantling train RECIPE."""
+    """Train a model from a recipe.
+
+    With several processes: torchrun --nproc-per-node N -m scantling train RECIPE
+    """
     from scantling.cli import commands
 
     return commands.train(recipe, run_dir, settings or [], resume=resume, dry_run=dry_run, force=force)
@@ -79,12 +80,17 @@ def train(
 
 @app.command()
 def compare(
-    recipes: Annotated[list[str], typer.Argument(help="Two or more recipes, or directories of runs as they are.")],
-    out: Annotated[Path, typer.Option(help="Where runs, compare.json and report.html go.")] = Path("runs/compare"),
+    recipes: Annotated[list[str], typer.Argument(help="Two or more recipe files or directories of finished runs.")],
+    out: Annotated[Path, typer.Option(help="Directory for the runs, compare.json and report.html.")] = Path(
+        "runs/compare"
+    ),
     settings: Settings = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace runs that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing runs.")] = False,
 ) -> int:
-    """Train several recipes one after another and print them side by side."""
+    """Train recipes in turn and compare their results.
+
+    Finished runs are compared without training them again.
+    """
     from scantling.cli import commands
 
     return commands.compare(recipes, out, settings or [], force=force)
@@ -92,19 +98,24 @@ def compare(
 
 @app.command()
 def sweep(
-    file: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep: a base recipe and axes.")],
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at once; they share the cores.")] = 1,
+    file: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep file: a base recipe and the values to try.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Number of runs at the same time; they share the CPU cores.")] = 1,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only runs with this value, as in the table. Repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Run only the grid points with this value, written as in the table. Repeatable."
+        ),
     ] = None,
     settings: Settings = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all recipes and their data, print the grid, run nothing.")
+        bool, typer.Option("--dry-run", help="Check all recipes and their data and print the grid, without training.")
     ] = False,
 ) -> int:
-    """Run a grid of recipes and write one table of its runs; call it again to continue."""
+    """Train a grid of recipes and write one table of results.
+
+    The same command continues an interrupted sweep.
+    """
     from scantling.cli.console import LOADING, busy
 
     with busy(LOADING):
@@ -114,20 +125,21 @@ def sweep(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or the directory of a run.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file or a run directory.")],
     settings: Settings = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes. Default: 1, or that of the run.")
+        int | None, typer.Option(min=1, help="Number of processes. Default: 1, or the number that the run used.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu or cuda, which need not be here. Default: the recipe's, or the run's.", autocompletion=_devices
+            help="cpu or cuda; this machine need not have it. Default: the device of the recipe or run.",
+            autocompletion=_devices,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict the cost of a run before it starts: parameters, memory, bytes sent, FLOPs."""
+    """Predict parameters, memory, bytes sent and FLOPs of a run."""
     from scantling.cli import commands
 
     return commands.plan(recipe, settings or [], world_size=world_size, device=device, as_json=as_json)
@@ -135,42 +147,43 @@ def plan(
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
     minimal_pairs: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Score minimal pairs instead: JSONL, CSV, or a folder of them. Repeatable."),
+        typer.Option(
+            metavar="FILE",
+            help="Score minimal pairs instead of the held-out data: JSONL, CSV, or a folder of them. Repeatable.",
+        ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Score so many minimal pairs, evenly spread, in place of all.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Score only this many minimal pairs, evenly spaced.")] = None,
     lm_eval: Annotated[
         str | None,
-        typer.Option(metavar="TASK,...", help="Run tasks of lm-evaluation-harness instead, by name or YAML file."),
+        typer.Option(metavar="TASK,...", help="Run lm-evaluation-harness tasks instead, by name or YAML file."),
     ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> int:
-    """Evaluate the newest checkpoint of a run: on its held-out data, on minimal pairs, or on tasks of a harness."""
-    from scantling.cli import evaluation
+    """Evaluate the newest checkpoint of a run.
 
-    return evaluation.evaluate(
+    The default is the loss on its held-out data.
+    """
+    from scantling.cli import commands
+
+    return commands.evaluate(
         run, minimal_pairs=minimal_pairs or [], limit=limit, lm_eval=lm_eval, device=device, as_json=as_json
     )
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    to: Annotated[
-        tuple[str, Path], typer.Option("--to", metavar="FORMAT DIR", help="Format (hf) and folder to write.")
-    ],
-    dense: Annotated[
-        bool, typer.Option("--dense", help="Write layers of cores as the dense layers that compute the same.")
-    ] = False,
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    to: Annotated[tuple[str, Path], typer.Option("--to", metavar="FORMAT DIR", help="Format (hf) and output folder.")],
+    dense: Annotated[bool, typer.Option("--dense", help="Convert TT layers to the equivalent dense layers.")] = False,
 ) -> int:
-    """Write a folder in Hugging Face's format, and check that it gives the same logits.
+    """Export a run to a Hugging Face folder.
 
-    transformers loads it without Scantling, except TT layers without --dense and click models.
+    The export is reloaded and its logits are compared. transformers loads the folder without Scantling, except click
+    models, and TT layers without --dense.
     """
     from scantling.cli import commands
 
@@ -179,10 +192,10 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file. Default: report.html in the first run.")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="One or more run directories.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in the first run.")] = None,
 ) -> int:
-    """Write one self-contained HTML report about one or several runs."""
+    """Write one self-contained HTML report of one or more runs."""
     from scantling.cli import commands
 
     return commands.report(runs, out)
@@ -190,7 +203,7 @@ def report(
 
 @app.command()
 def fit(
-    runs: Annotated[str, typer.Argument(help="A table of runs: CSV, JSON or JSON lines, .gz or not.")],
+    runs: Annotated[str, typer.Argument(help="Table of runs: CSV, JSON or JSON lines; may be compressed (.gz).")],
     law: Annotated[
         str,
         typer.Option(
@@ -202,30 +215,40 @@ def fit(
         list[str] | None,
         typer.Option(
             metavar="NAME=COLUMN",
-            help="What the table calls N, D (or C, FLOPs), loss, …; 'post=post.*' of a sweep. Repeatable.",
+            help="Table column for N, D (or C, FLOPs), loss, ...; 'post=post.*' for quantized losses. Repeatable.",
         ),
     ] = None,
     where: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only runs with this value. Repeatable.")
+        list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Use only rows with this value. Repeatable.")
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="Hold A, B, E, alpha and beta: besiroglu, hoffmann, quartet, or fit for these runs' own."),
+        typer.Option(
+            help="Fix A, B, E, alpha and beta: besiroglu, hoffmann, quartet, or fit (fitted first on these runs)."
+        ),
     ] = None,
-    fix: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Hold a constant. Repeatable.")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Fix a constant at a value. Repeatable.")
+    ] = None,
     tie: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NAME", help="One constant follows another. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME=NAME", help="Make the first constant equal to the second. Repeatable."),
     ] = None,
     free: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Fit a constant that is held otherwise, such as power. Repeatable."),
+        typer.Option(metavar="NAME", help="Fit a constant that is fixed by default, such as power. Repeatable."),
     ] = None,
-    delta: Annotated[float, typer.Option(help="Where Huber's loss turns from square to straight.")] = 1e-3,
-    samples: Annotated[int, typer.Option(min=0, help="Bootstraps for the intervals; 0 gives none.")] = 1000,
-    out: Annotated[Path, typer.Option(help="Where the constants and the plot go.")] = Path("runs/fit"),
+    delta: Annotated[float, typer.Option(help="Huber loss threshold between quadratic and linear.")] = 1e-3,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Bootstrap samples for the confidence intervals; 0 skips them.")
+    ] = 1000,
+    out: Annotated[Path, typer.Option(help="Directory for the constants and the plot.")] = Path("runs/fit"),
     as_json: AsJson = False,
 ) -> int:
-    """Fit a scaling law to a table of runs: constants with intervals, hold-out error, a plot."""
+    """Fit a scaling law to a table of runs.
+
+    Prints the constants with confidence intervals and the hold-out error, and writes a plot.
+    """
     from scantling.cli import fitting
 
     return fitting.fit(
@@ -246,36 +269,40 @@ def fit(
 
 @app.command()
 def quantize(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    weights: Annotated[str, typer.Option(help="Format of the weights: int2 to int16, fp6_e3m2, mxfp4_e2m1, …")],
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    weights: Annotated[str, typer.Option(help="Weight format: int2 to int16, fp6_e3m2, mxfp4_e2m1, ...")],
     method: Annotated[
-        str, typer.Option(help="rtn (to the nearest) or gptq.", autocompletion=_complete("rtn", "gptq"))
+        str, typer.Option(help="rtn (round to nearest) or gptq.", autocompletion=_complete("rtn", "gptq"))
     ] = "rtn",
     group_size: Annotated[
-        int | None, typer.Option(min=1, help="Inputs that share a scale. Default: all of an output.")
+        int | None, typer.Option(min=1, help="Number of inputs per scale. Default: one scale per output.")
     ] = None,
     clip: Annotated[
         str,
         typer.Option(
-            help="absmax, or mse: the end of the format with the least error.",
+            help="Scale from the largest value (absmax) or with the least squared error (mse).",
             autocompletion=_complete("absmax", "mse"),
         ),
     ] = "absmax",
     embeddings: Annotated[
-        bool, typer.Option("--embeddings", help="Quantise embeddings and the output layer, too.")
+        bool, typer.Option("--embeddings", help="Also quantize the embeddings and the output layer.")
     ] = False,
-    calibration: Annotated[int, typer.Option(min=1, help="Training sequences to calibrate on.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="The folder to write. Default: quantized-… in the run.")] = None,
+    calibration: Annotated[int, typer.Option(min=1, help="Number of training sequences for calibration.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: quantized-... in the run.")] = None,
     dequantized: Annotated[
-        bool, typer.Option("--dequantized", help="Write what transformers loads, not packed.")
+        bool,
+        typer.Option("--dequantized", help="Write rounded weights that transformers loads, instead of packed ones."),
     ] = False,
     device: Device = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also print a table with the errors of each weight.")
+        bool, typer.Option("--verbose", help="Also print a table of the errors of each weight.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Quantize the weights of a run's newest checkpoint, measure the loss, and write them packed."""
+    """Quantize the weights of a trained run and measure the loss.
+
+    Uses the newest checkpoint and writes packed weights.
+    """
     from scantling.cli import quantizing
 
     return quantizing.quantize(
@@ -297,10 +324,10 @@ def quantize(
 @app.command()
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=_devices)] = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds after which a process that is silent is an error.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for another process before failing.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Report the environment of a run: versions, hardware and, under torchrun, the links between processes."""
+    """Report versions, hardware and, under torchrun, network speed."""
     from scantling.cli import commands
 
     return commands.doctor(device, timeout, as_json=as_json)
@@ -308,7 +335,7 @@ def doctor(
 
 @app.command()
 def schema() -> int:
-    """Print the JSON schema of a recipe, for editors."""
+    """Print the JSON schema of recipes, for editors."""
     import json
 
     from scantling.trainer.recipe import Recipe

@@ -1,20 +1,24 @@
-"""Implementation of the commands, after argument parsing."""
+"""Commands after argument parsing: train, compare, plan, eval, export, report and doctor."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from scantling.cli import INTERRUPTED
 from scantling.cli.console import LOADING, ConsoleSink, busy, make_console, print_json
 from scantling.errors import EXIT_STOPPED, RunError, UserError
 from scantling.files import read_json_object
-from scantling.torchrun_env import require_single_process, world_size_from_env
+from scantling.torchrun_env import rank_from_env, require_single_process, world_size_from_env
+from scantling.trainer.reporting.format import format_bytes, format_last_steps, format_number, format_percent
 
 
 def train(
@@ -41,7 +45,6 @@ def _train(
     force: bool,
 ) -> int:
     from scantling.comm.ddp import allreduce_wire_bytes
-    from scantling.trainer.reporting.format import format_bytes, format_last_steps
     from scantling.trainer.training.run import check_run, resolve
     from scantling.trainer.training.run import train as run_training
 
@@ -54,12 +57,14 @@ def _train(
         planned = make_plan(checked, world_size=processes)
         sink.phase(None)
         console.print(planned.table())
-        sink.phase("looking at the data")
+        sink.phase("checking the data")
         fit = check_run(checked, folder, planned, resume=resume, force=force, world_size=processes)
         sink.phase(None)
         console.print(str(fit), markup=False)
-        but = ", but its memory is short" if fit.fits is False else ""
-        console.print(f"{recipe}: the recipe is valid and its data is here{but}; nothing was trained", markup=False)
+        memory = ", but it needs more memory" if fit.fits is False else ""
+        console.print(
+            f"{recipe}: the recipe is valid and its data was found{memory}; nothing was trained", markup=False
+        )
         return 0
     from scantling.trainer.data.progress import RichProgress
 
@@ -85,28 +90,29 @@ def _train(
     if sent:
         processes = world_size_from_env()
         dense = allreduce_wire_bytes(metrics["gradient_bytes"], processes)
-        share = f", where all gradients would be {format_bytes(dense)}" if dense > sent else ""
-        times = f": {dense / sent:.0f} times fewer" if dense > 2 * sent else ""
-        console.print(f"each of {processes} processes sent {format_bytes(sent)} in a step{share}{times}", markup=False)
+        compared = f", instead of {format_bytes(dense)} for all gradients" if dense > sent else ""
+        ratio = f" ({dense / sent:.0f} times less)" if dense > 2 * sent else ""
+        text = f"each of {processes} processes sent {format_bytes(sent)} per step{compared}{ratio}"
+        console.print(text, markup=False)
     console.print(f"report      {result.run_dir / 'report.html'}", markup=False)
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)
     if result.status == "stopped":
-        console.print(f"go on with: scantling train {result.run_dir} --resume", markup=False)
+        console.print(f"continue with: scantling train {result.run_dir} --resume", markup=False)
         return EXIT_STOPPED
     return 0
 
 
 def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force: bool) -> int:
-    """Train each recipe in its own process, so that peak memory is separate; compare existing runs as they are."""
+    """Train each recipe in its own process, so that its peak memory is its own; compare finished runs unchanged."""
     from scantling.trainer.recipe import load_recipe
     from scantling.trainer.reporting.compare import compare_table, write_compare
     from scantling.trainer.reporting.html import write_report
     from scantling.trainer.reporting.runs import distinct_names, read_run, rename_duplicates
 
     if len(recipes) < 2:
-        raise UserError("compare needs two or more recipes")
+        raise UserError(f"compare needs two or more recipes or runs; given {len(recipes)}")
     require_single_process(
-        "compare", "starts its runs itself; under torchrun train each recipe, and then compare the runs"
+        "compare", "starts its own processes; train each recipe under torchrun, then compare the runs"
     )
     existing = {recipe: read_run(recipe) for recipe in recipes if Path(recipe).is_dir()}
     untrained = [recipe for recipe in recipes if recipe not in existing]
@@ -115,7 +121,7 @@ def compare(recipes: Sequence[str], out: Path, settings: Sequence[str], *, force
     new_folders = [out / name.replace("/", "-") for name in names]
     for recipe, folder in zip(untrained, new_folders, strict=True):
         if any(folder.resolve() == run.path.resolve() for run in existing.values()):
-            raise UserError(f"{recipe} would train in {folder}, one of the runs to compare; give another --out")
+            raise UserError(f"{recipe} would replace {folder}, one of the runs to compare; choose another --out")
     for recipe, folder in zip(untrained, new_folders, strict=True):
         command = [sys.executable, "-m", "scantling", "train", recipe, "--run-dir", str(folder)]
         command += [part for setting in settings for part in ("--set", setting)] + (["--force"] if force else [])
@@ -148,7 +154,7 @@ def _finished(folder: Path) -> tuple[int, int] | None:
 
 
 def _wait(command: Sequence[str]) -> int:
-    """Run a process on the same terminal and return its exit code. Both get an interrupt; SIGTERM is forwarded."""
+    """Run a process on the same terminal and return its exit code. Forward SIGTERM; both processes get Ctrl-C."""
     process = subprocess.Popen(command)
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
@@ -182,17 +188,91 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
     return 0
 
 
+def evaluate(
+    run: Path,
+    *,
+    minimal_pairs: Sequence[str],
+    limit: int | None,
+    lm_eval: str | None,
+    device: str | None,
+    as_json: bool,
+) -> int:
+    if limit is not None and not minimal_pairs:
+        raise UserError(f"--limit {limit} needs --minimal-pairs FILE")
+    if minimal_pairs and lm_eval is not None:
+        raise UserError("--minimal-pairs and --lm-eval cannot be combined; give one of them")
+    if minimal_pairs:
+        with busy(LOADING):
+            from scantling.trainer.training.minimal_pairs import evaluate_pairs
+        with busy("evaluating"):
+            metrics = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
+        table = _pairs_table(run, metrics)
+    elif lm_eval is not None:
+        from scantling.trainer.training.harness import evaluate_tasks
+
+        names = [name.strip() for name in lm_eval.split(",") if name.strip()]
+        metrics = evaluate_tasks(run, names, device=device)
+        table = _tasks_table(run, metrics)
+    else:
+        with busy(LOADING):
+            from scantling.trainer.training.trained import evaluate_run
+        with busy("evaluating"):
+            metrics = evaluate_run(run, device=device)
+        table = Table(title=Text(f"{run}, held-out data"), show_header=False)
+        for name, value in metrics.items():
+            table.add_row(name.replace("_", " "), _format_value(value))
+    if rank_from_env():
+        return 0
+    if as_json:
+        print_json(metrics)
+    else:
+        make_console().print(table)
+    return 0
+
+
+def _pairs_table(run: Path, metrics: Mapping[str, Any]) -> Table:
+    table = Table(title=Text(f"{run}, minimal pairs at step {metrics['step']}"), title_justify="left")
+    table.add_column("phenomenon")
+    for header in ("accuracy", "95 % interval", "pairs"):
+        table.add_column(header, justify="right")
+    phenomena = metrics["phenomena"]
+    for name, row in phenomena.items():
+        table.add_row(Text(name), *_cells(row), end_section=name == list(phenomena)[-1])
+    table.add_row("all", *_cells(metrics))
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = (format_percent(end) for end in row["interval"])
+    return [format_percent(row["accuracy"]), f"{low} to {high}", format_number(row["count"])]
+
+
+def _tasks_table(run: Path, metrics: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(title=Text(f"{run}, lm-evaluation-harness"), title_justify="left")
+    for header in ("task", "metric", "value"):
+        table.add_column(header)
+    for task, values in metrics.items():
+        for name, value in values.items():
+            if name != "alias" and isinstance(value, int | float):
+                table.add_row(Text(task), Text(name), _format_value(value))
+    return table
+
+
+def _format_value(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     with busy(LOADING):
         from scantling.trainer.training.export import export_hf
 
     require_single_process("export")
     if form != "hf":
-        raise UserError(f"--to takes hf and a folder; given '{form}'")
+        raise UserError(f"--to takes a format and a folder, such as --to hf DIR; the only format is hf, given '{form}'")
     with busy("exporting"):
         difference = export_hf(run, folder, dense=dense)
     make_console().print(
-        f"wrote {folder}; reloaded with from_pretrained, largest logit difference {difference:.1e}", markup=False
+        f"wrote {folder}; largest logit difference after from_pretrained: {difference:.1e}", markup=False
     )
     return 0
 
@@ -202,17 +282,13 @@ def report(runs: Sequence[Path], out: Path | None) -> int:
     from scantling.trainer.reporting.runs import read_run, rename_duplicates
 
     page = write_report(rename_duplicates([read_run(run) for run in runs]), out or runs[0] / "report.html")
-    make_console().print(f"report {page}", markup=False)
+    make_console().print(f"report      {page}", markup=False)
     return 0
 
 
 def doctor(device: str, timeout: float, *, as_json: bool) -> int:
-    """Report the environment of a run; under torchrun, also measure the links between processes."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """Report versions and hardware of all processes; under torchrun, also measure the network between them."""
     from scantling.distributed.context import init_distributed
-    from scantling.trainer.reporting.format import format_bytes
     from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
     from scantling.trainer.training.rundir import environment
 
@@ -223,8 +299,8 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
         if not context.is_rank0:
             return 0
     if as_json:
-        found = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}
-        print_json(found)
+        summary = {"processes": machines, "pairs": [vars(pair) for pair in pairs], "allreduce_4mib_s": allreduce}
+        print_json(summary)
         return 0
     console = make_console()
     table = Table(title=Text("processes"), title_justify="left")
@@ -248,11 +324,13 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     first = machines[0]["versions"]
     differing = {name for each in machines for name, value in each["versions"].items() if value != first[name]}
     if differing:
-        console.print(f"the processes have different versions of {', '.join(sorted(differing))}", markup=False)
+        console.print(f"versions differ between processes: {', '.join(sorted(differing))}", markup=False)
     if not pairs:
-        console.print("one process; to test the links: torchrun --nproc-per-node N -m scantling doctor", markup=False)
+        console.print(
+            "one process; to measure the network: torchrun --nproc-per-node N -m scantling doctor", markup=False
+        )
         return 0
-    links = Table(title=Text("from process to process"), title_justify="left")
+    links = Table(title=Text("between processes"), title_justify="left")
     for header in ("from", "to", "latency", "bandwidth"):
         links.add_column(header, justify="right")
     for pair in sorted(pairs, key=lambda each: (each.source, each.target)):

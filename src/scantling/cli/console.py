@@ -1,4 +1,4 @@
-"""Progress display of a run: a bar and the latest metrics on a terminal, plain lines elsewhere."""
+"""Output that commands share: progress (a bar on a terminal, plain lines elsewhere), warnings, labeled lines, JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.status import Status
 from rich.text import Text
 
-from scantling.cli import report_lost
+from scantling.cli import report_lost_output
+from scantling.errors import UserError
 from scantling.torchrun_env import local_rank_from_env, rank_from_env
 from scantling.trainer.reporting.format import fold_lines, format_bytes, format_number, format_percent
 from scantling.trainer.training.sinks import Sink
@@ -31,7 +32,7 @@ PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 16
 LOADING = "loading PyTorch and transformers"
 PATIENCE_S = 2.0
-"""Seconds after which a phase also shows its duration."""
+"""Seconds before a phase also shows its duration."""
 SPINNER = "line"
 """Spinner of ASCII characters, which every terminal has."""
 LABEL_WIDTH = 12
@@ -60,7 +61,7 @@ class WordConsole(Console):
     def _give_up(self, error: OSError) -> None:
         self.quiet = True
         if not self.stderr:
-            report_lost(error)
+            report_lost_output(error)
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -77,14 +78,31 @@ def print_json(content: Any) -> None:
     make_console().out(json.dumps(content, indent=2, default=str), highlight=False)
 
 
+def parse_assignments(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Parse the `NAME=VALUE` arguments of an option into a mapping.
+
+    Raises:
+        UserError: an argument has no `=`, or two have the same name.
+    """
+    values: dict[str, str] = {}
+    for each in given:
+        name, sign, value = (part.strip() for part in each.partition("="))
+        if not sign:
+            raise UserError(f"{option} takes NAME=VALUE; given '{each}'")
+        if name in values:
+            raise UserError(f"{option} sets {name} twice, to '{values[name]}' and '{value}'; give it once")
+        values[name] = value
+    return values
+
+
 @contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Show on a terminal the current activity of a command, until it prints a result."""
+def busy(activity: str) -> Iterator[None]:
+    """Show a spinner with the current activity on a terminal."""
     console = make_console(stderr=True)
     if not console.is_terminal or console.quiet:
         yield
         return
-    with console.status(Text(what), spinner=SPINNER):
+    with console.status(Text(activity), spinner=SPINNER):
         yield
 
 
@@ -107,7 +125,7 @@ def print_labeled(console: Console, label: str, text: str) -> None:
 class _Live(Progress):
     """Progress bar with metrics and the phase below it, on as many lines as they need."""
 
-    figures: Sequence[str] = ()
+    metrics: Sequence[str] = ()
     phase: str | None = None
     since = 0.0
 
@@ -117,11 +135,11 @@ class _Live(Progress):
             seconds = time.monotonic() - self.since
             yield Text(f"  {self.phase}" + (f", {seconds:.0f} s" if seconds > PATIENCE_S else ""))
         line = ""
-        for figure in self.figures:
-            if line and cell_len(f"{line}  {figure}") > self.console.width:
+        for metric in self.metrics:
+            if line and cell_len(f"{line}  {metric}") > self.console.width:
                 yield Text(line)
                 line = ""
-            line += f"  {figure}"
+            line += f"  {metric}"
         if line or self.phase is None:
             yield Text(line)
 
@@ -136,7 +154,7 @@ class ConsoleSink(Sink):
         self._name, self._steps, self._first = "", 0, 1
         self._planned = ""
         self._held_out: str | None = None
-        self._is_heard = True
+        self._has_output = True
         self._status: Status | None = None
         self._timer: Timer | None = None
         self._began = self._last_line = 0.0
@@ -200,21 +218,22 @@ class ConsoleSink(Sink):
         if "eval_loss" in record:
             auc = f" auc {record['auc']:.4f}" if "auc" in record else ""
             self._held_out = f"held-out {record['eval_loss']:.3f}{auc}"
-        figures = [f"loss {record['loss']:.3f}"]
+        metrics = [f"loss {record['loss']:.3f}"]
         if self._held_out is not None:
-            figures.append(self._held_out)
-        figures.append(f"{format_number(record['tokens_per_s'])} tok/s")
-        figures.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
+            metrics.append(self._held_out)
+        metrics.append(f"{format_number(record['tokens_per_s'])} tok/s")
+        metrics.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
         if record["wire_bytes"]:
-            figures.append(f"sent {format_bytes(record['wire_bytes'])}/step")
+            metrics.append(f"sent {format_bytes(record['wire_bytes'])}/step")
         if "tensor_size" in record:
-            cores = format_number(record["tensor_parameters"])
-            share, times = format_percent(record["tensor_size"], 0), format_number(record["tensor_compression"])
-            figures.append(f"cores {cores} ({share}, x{times} fewer than dense, mean rank {record['mean_rank']:.1f})")
-        figures.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
-        figures.append(f"lr {record['lr']:.1e}")
+            parameters = format_number(record["tensor_parameters"])
+            share, factor = format_percent(record["tensor_size"], 0), format_number(record["tensor_compression"])
+            rank = f"mean rank {record['mean_rank']:.1f}"
+            metrics.append(f"TT parameters {parameters} ({share}, {factor}x fewer than dense, {rank})")
+        metrics.append(f"optimizer {format_bytes(record['optimizer_state_bytes'])} (plan {self._planned})")
+        metrics.append(f"lr {record['lr']:.1e}")
         if self._live is not None and self._task is not None:
-            self._live.figures, self._live.phase = figures, None
+            self._live.metrics, self._live.phase = metrics, None
             self._live.update(self._task, completed=record["step"])
             return
         now, step = time.monotonic(), record["step"]
@@ -222,21 +241,21 @@ class ConsoleSink(Sink):
             self._last_line = now
             left = (now - self._began) / (step - self._first + 1) * (self._steps - step)
             eta = f"  {left:.0f} s left" if step < self._steps else ""
-            self._print(f"{self._name}  step {step}/{self._steps}  {'  '.join(figures)}{eta}")
+            self._print(f"{self._name}  step {step}/{self._steps}  {'  '.join(metrics)}{eta}")
 
     def message(self, text: str) -> None:
         if "checkpoint" in text and self._live is not None and not text.startswith("resumed"):
-            return  # otherwise each of them would push the live display down
+            return  # each message would push the live display down
         self._print(text)
 
     def _print(self, text: str | Text) -> None:
         """Print a line; if the pipe is closed or the disk is full, the run continues without output."""
-        if not self._is_heard:
+        if not self._has_output:
             return
         try:
             self._console.print(text, markup=False)
         except (OSError, SystemExit):  # rich ends the process on a broken pipe
-            self._is_heard = False
+            self._has_output = False
 
     def close(self) -> None:
         self._stop_timer()

@@ -35,7 +35,7 @@ def quantize(
         from scantling.trainer.models.build import quiet
         from scantling.trainer.training.quantize import quantize_run
 
-    way = check_method(method)
+    checked_method = check_method(method)
     console = make_console()
     require_single_process("quantize")
     given: dict[str, Any] = {"format": weights}
@@ -43,46 +43,46 @@ def quantize(
         given["group_size"] = group_size
     if clip != "absmax":
         given["clip"] = clip
-    ways = {
+    suffixes = {
         f"g{group_size}": group_size is not None,
         clip: clip != "absmax",
         "embeddings": embeddings,
         "plain": dequantized,
     }
-    name = "-".join(["quantized", weights, *(way for way, is_taken in ways.items() if is_taken), method])
+    name = "-".join(["quantized", weights, *(suffix for suffix, is_set in suffixes.items() if is_set), method])
     folder = out or run / name
     with quiet(), busy("quantizing"):
-        done = quantize_run(
+        result = quantize_run(
             run,
             given,
             folder,
-            method=way,
+            method=checked_method,
             embeddings=embeddings,
             sequences=calibration,
             dequantized=dequantized,
             device=device,
         )
     if as_json:
-        print_json(summary(done))
+        print_json(summary(result))
         return 0
-    for label, text in _lines(done, "transformers" if dequantized else "sc.load"):
+    for label, text in _lines(result, "transformers" if dequantized else "sc.load"):
         print_labeled(console, label, text)
     if verbose:
-        console.print(_table(done))
+        console.print(_table(result))
     return 0
 
 
-def summary(done: QuantizedRun) -> dict[str, Any]:
-    """Return the result as JSON values."""
+def summary(result: QuantizedRun) -> dict[str, Any]:
+    """Return the result of a quantization as JSON values."""
     return {
-        "folder": str(done.folder),
-        "step": done.step,
-        "weights": done.quantizer,
-        "trained_bits": done.trained,
-        "method": done.method,
-        "before": done.before,
-        "after": done.after,
-        "degradation": done.after["eval_loss"] - done.before["eval_loss"],
+        "folder": str(result.folder),
+        "step": result.step,
+        "weights": result.quantizer,
+        "trained_bits": result.trained,
+        "method": result.method,
+        "before": result.before,
+        "after": result.after,
+        "degradation": result.after["eval_loss"] - result.before["eval_loss"],
         "predicted": [
             {
                 "law": each.law,
@@ -92,15 +92,15 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
                 "outside": each.outside,
                 "unknown": each.unknown,
             }
-            for each in done.predictions
+            for each in result.predictions
         ],
-        "parameters_without_embeddings": done.parameters,
-        "tokens": done.tokens,
+        "parameters_without_embeddings": result.parameters,
+        "tokens": result.tokens,
         "bytes": {
-            "written": done.saved.written,
-            "as_trained": done.saved.plain,
-            "bf16": 2 * done.saved.num_elements,
-            "in_memory": done.memory,
+            "written": result.saved.written,
+            "as_trained": result.saved.plain,
+            "bf16": 2 * result.saved.num_elements,
+            "in_memory": result.memory,
         },
         "layers": {
             name: {
@@ -111,62 +111,62 @@ def summary(done: QuantizedRun) -> dict[str, Any]:
                 "weight_error": weight.weight_error,
                 "output_error": weight.output_error,
             }
-            for name, weight in done.weights.items()
+            for name, weight in result.weights.items()
         },
     }
 
 
-def _table(done: QuantizedRun) -> Table:
+def _table(result: QuantizedRun) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     from scantling.trainer.reporting.format import format_bytes, format_percent
 
-    table = Table(title=Text(f"{done.quantizer}, {done.method}, step {done.step}"), title_justify="left")
-    places = zip(*(name.split(".")[:-1] for name in done.weights), strict=False)
-    shared = "".join(f"{same[0]}." for same in takewhile(lambda each: len(set(each)) == 1, places))
-    table.add_column(Text(f"{shared}…"), overflow="fold")
+    table = Table(title=Text(f"{result.quantizer}, {result.method}, step {result.step}"), title_justify="left")
+    parents = zip(*(name.split(".")[:-1] for name in result.weights), strict=False)
+    shared = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, parents))
+    table.add_column(Text(f"{shared}..."), overflow="fold")
     for header in ("shape", "packed", "weight error", "output error"):
         table.add_column(header, justify="right")
-    for name, weight in done.weights.items():
+    for name, weight in result.weights.items():
         errors = (format_percent(each, 2) for each in (weight.weight_error, weight.output_error))
         rows, columns = weight.packed.shape
-        shown = name.removeprefix(shared).removesuffix(".weight") + (" (rtn)" if weight.method != done.method else "")
-        table.add_row(Text(shown), f"{rows} × {columns}", format_bytes(weight.packed.nbytes), *errors)
+        label = name.removeprefix(shared).removesuffix(".weight") + (" (rtn)" if weight.method != result.method else "")
+        table.add_row(Text(label), f"{rows} × {columns}", format_bytes(weight.packed.nbytes), *errors)
     return table
 
 
-def _lines(done: QuantizedRun, reader: str) -> list[tuple[str, str]]:
-    """Return the result as lines, each a label and a text."""
+def _lines(result: QuantizedRun, reader: str) -> list[tuple[str, str]]:
+    """Return the lines of a result, each a label and a text."""
     from scantling.trainer.reporting.format import format_bytes, format_difference, format_ratio
 
-    before, after = done.before["eval_loss"], done.after["eval_loss"]
-    saved, half = done.saved, 2 * done.saved.num_elements
-    others = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
-    compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in others)
-    nearest = sum(weight.method != done.method for weight in done.weights.values())
+    before, after = result.before["eval_loss"], result.after["eval_loss"]
+    saved, half = result.saved, 2 * result.saved.num_elements
+    sizes = ((f"as trained {format_bytes(saved.plain)}", saved.plain), (f"in bf16 {format_bytes(half)}", half))
+    compared = ", ".join(f"{text} ({format_ratio(saved.written, size)})" for text, size in sizes)
+    nearest = sum(weight.method != result.method for weight in result.weights.values())
     stored = "sc.load unpacks the weights to" if reader == "sc.load" else "the weights are stored in"
-    rounded = f", {nearest} of them to the nearest" if nearest else ""
+    rounded = f", {nearest} of them rounded to nearest" if nearest else ""
     return [
-        ("loss", f"{before:.4f} held out before, {after:.4f} after: {format_difference(after, before)} nats"),
-        *(("predicted", _predicted(each)) for each in done.predictions),
+        ("loss", f"{before:.4f} before, {after:.4f} after on held-out data: {format_difference(after, before)} nats"),
+        *(("predicted", _describe_prediction(each)) for each in result.predictions),
         ("on disk", f"{format_bytes(saved.written)}; {compared}"),
         (
             "in memory",
-            f"{format_bytes(done.memory)}: {stored} {done.dtype}, so the model is no smaller there, nor faster",
+            f"{format_bytes(result.memory)}: {stored} {result.dtype}; the model in memory is not smaller or faster",
         ),
-        ("weights", f"{len(done.weights)} in {done.quantizer}, {done.method}, step {done.step}{rounded}"),
-        ("folder", f"{done.folder}, which {reader} reads"),
+        ("weights", f"{len(result.weights)} in {result.quantizer}, {result.method}, step {result.step}{rounded}"),
+        ("folder", f"{result.folder} (load it with {reader})"),
     ]
 
 
-def _predicted(law: Prediction) -> str:
+def _describe_prediction(law: Prediction) -> str:
     from scantling.trainer.reporting.format import format_number
 
     ranges = [f"{name} {format_number(low)} to {format_number(high)}" for name, (low, high) in law.fitted.items()]
-    left = " and ".join(text.partition(" = ")[0] for text in law.outside)
-    outside = f"; {left} of this run outside of that" if left else ""
+    outside = " and ".join(text.partition(" = ")[0] for text in law.outside)
+    notes = f"; {outside} of this run outside that range" if outside else ""
     if law.unknown:
-        outside += f"; it knows nothing of few bits of {' and '.join(law.unknown)} in training"
-    added = "no loss, as training diverges," if law.degradation is None else f"{law.degradation:+.4f} nats"
-    return f"{added} by the {law.law} law, fitted on {', '.join(ranges)}{outside}"
+        notes += f"; it does not model low-precision training of {' and '.join(law.unknown)}"
+    change = "divergence" if law.degradation is None else f"{law.degradation:+.4f} nats"
+    return f"{change} by the {law.law} law, fitted on {', '.join(ranges)}{notes}"

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console
-from scantling.cli.options import pairs
+from scantling.cli.console import BAR_WIDTH, PLAIN_INTERVAL_S, busy, make_console, parse_assignments
 from scantling.errors import EXIT_STOPPED, UserError
 from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
@@ -26,22 +25,22 @@ from scantling.trainer.sweeping.table import Row
 from scantling.trainer.tasks import get_task
 
 MOST_PROBLEMS = 5
-"""Most data problems that a dry run lists."""
+"""Number of data problems that a dry run lists."""
 
 
 def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str], retry: bool, dry_run: bool) -> int:
-    require_single_process("sweep", "starts its runs itself, on one machine each")
+    require_single_process("sweep", "starts its own processes; run it without torchrun")
     console = make_console()
     read, base = load_sweep(path, settings)
     with busy("checking the recipes"):
         grid = expand_sweep(read, base, path)
-    chosen = select_cases(grid, pairs("--only", only))
+    chosen = select_cases(grid, parse_assignments("--only", only))
     runner = SweepRunner(read, grid, jobs=jobs, retry=retry, callback=SweepProgress(console))
     if dry_run:
         missing_files = runner.missing_files()
         console.print(_grid_table(read, chosen, runner.read_rows()))
         total = format_number(sum(case.num_tokens for case in chosen))
-        console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was run", markup=False)
+        console.print(f"{len(chosen)} runs, {total} tokens; every recipe is valid; nothing was trained", markup=False)
         with busy("planning"):
             label, fit = _largest_run(chosen)
         problems = [f"{label}: the run {fit}"] if fit.is_impossible else []
@@ -63,15 +62,15 @@ def sweep(path: str, settings: Sequence[str], *, jobs: int, only: Sequence[str],
             console.print(f"{case.label}: {row['error']}", markup=False)
     console.print(f"table       {read.table_path}", markup=False)
     if states.get("failed") and not outcome.stopped:
-        console.print("failed runs stay so; try them again with --retry", markup=False)
+        console.print("to run failed runs again: --retry", markup=False)
     if outcome.stopped or states.get("stopped") or outcome.busy:
-        console.print("go on with the same command", markup=False)
+        console.print("continue with the same command", markup=False)
         return EXIT_STOPPED
     return 1 if any(outcome.rows.get(case.key, {}).get("error") for case in chosen) else 0
 
 
 def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
-    """Return the run with the higher peak of two: the one with the most parameters and the one with the most tokens."""
+    """Return the run with the higher peak memory: the one with the most parameters or the one with the most tokens."""
 
     def tokens(case: Case) -> int:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
@@ -115,8 +114,8 @@ class SweepProgress(SweepCallback):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: Progress | None = None
-        self._whole: TaskID | None = None
-        self._of_run: dict[str, TaskID] = {}
+        self._total_bar: TaskID | None = None
+        self._run_bars: dict[str, TaskID] = {}
         self._done: dict[str, float] = {}
         self._ended = self._count = 0
         self._work = self._last_line = 0.0
@@ -130,36 +129,36 @@ class SweepProgress(SweepCallback):
         self._ended, self._count = len(settled), len(settled) + len(waiting)
         self._work = sum(case.work for case in waiting)
         if settled:
-            self._console.print(f"{len(settled)} of {self._count} runs are settled already", markup=False)
+            self._console.print(f"{len(settled)} of {self._count} runs are finished", markup=False)
         if not self._console.is_terminal or not waiting:
             return
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=BAR_WIDTH))
-        figures = TextColumn("{task.fields[figures]}", markup=False)
-        self._bars = Progress(*columns, figures, TimeRemainingColumn(compact=True), console=self._console)
-        self._whole = self._bars.add_task("all runs", total=1.0, figures="")
+        metrics = TextColumn("{task.fields[metrics]}", markup=False)
+        self._bars = Progress(*columns, metrics, TimeRemainingColumn(compact=True), console=self._console)
+        self._total_bar = self._bars.add_task("all runs", total=1.0, metrics="")
         self._bars.start()
         self._update()
 
     def begin(self, case: Case, action: str) -> None:
         if self._bars is None:
             self._console.print(f"{case.label}: {action}", markup=False)
-        elif case.key not in self._of_run:
-            self._of_run[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, figures=action)
+        elif case.key not in self._run_bars:
+            self._run_bars[case.key] = self._bars.add_task(case.label, total=case.recipe.train.steps, metrics=action)
         else:
-            self._bars.update(self._of_run[case.key], figures=action)
+            self._bars.update(self._run_bars[case.key], metrics=action)
 
     def progress(self, case: Case, record: Mapping[str, Any]) -> None:
         steps, before = case.recipe.train.steps, self._done.get(case.key, 0.0)
         self._done[case.key] = case.work * record["step"] / steps
         if self._done[case.key] == before:
             return
-        figures = f"{record['step']}/{steps}  loss {record['loss']:.3f}"
+        metrics = f"{record['step']}/{steps}  loss {record['loss']:.3f}"
         if self._bars is not None:
-            self._bars.update(self._of_run[case.key], completed=record["step"], figures=figures)
+            self._bars.update(self._run_bars[case.key], completed=record["step"], metrics=metrics)
             self._update()
         elif (now := time.monotonic()) - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
-            self._console.print(f"{case.label}: {figures}", markup=False)
+            self._console.print(f"{case.label}: {metrics}", markup=False)
 
     def end(self, case: Case, row: Row) -> None:
         self._ended += row["state"] != "stopped"
@@ -170,8 +169,8 @@ class SweepProgress(SweepCallback):
         line = f"{self._ended}/{self._count}  {case.label}: {row['state']}{problem}{loss}{seconds}"
         self._console.print(line, markup=False)
         if self._bars is not None:
-            if case.key in self._of_run:
-                self._bars.remove_task(self._of_run.pop(case.key))
+            if case.key in self._run_bars:
+                self._bars.remove_task(self._run_bars.pop(case.key))
             self._update()
 
     def message(self, text: str) -> None:
@@ -182,6 +181,6 @@ class SweepProgress(SweepCallback):
             self._bars.stop()
 
     def _update(self) -> None:
-        if self._bars is not None and self._whole is not None:
-            figures = f"{self._ended}/{self._count}"
-            self._bars.update(self._whole, completed=self.share, figures=figures)
+        if self._bars is not None and self._total_bar is not None:
+            metrics = f"{self._ended}/{self._count}"
+            self._bars.update(self._total_bar, completed=self.share, metrics=metrics)

@@ -127,6 +127,7 @@ def _problem(
         for name, exponents in law_class.AMPLITUDES.items()
         if name in held and not held.keys() >= {*exponents}
     }
+    # geometric means as units, so that the problem is well-conditioned
     size, tokens = (float(np.exp(np.log(table[x]).mean())) for x in ("N", "D"))
     law = law_class.with_ones().with_constants({**dict.fromkeys([*names, *tie], 1.0), **held}).in_units(size, tokens)
     runs = replace(table, columns={**table.columns, "N": table["N"] / size, "D": table["D"] / tokens})
@@ -210,6 +211,7 @@ def _check_identifiable(table: Runs, names: Sequence[str]) -> None:
                 f"another {name}, or give base= or fixed={{'{exponent}': …}}"
             )
     if {"alpha", "beta"} <= set(names):
+        # spread of log D that a line through log N does not explain
         slope = (logs["N"] @ logs["D"]) / (logs["N"] @ logs["N"])
         if (logs["D"] - slope * logs["N"]).std() < _MIN_SPREAD * logs["D"].std():
             ratio = float(np.median(table["D"] / table["N"]))

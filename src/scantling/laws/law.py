@@ -195,6 +195,7 @@ class Law(ABC):
 
     def evaluate(self, N: Any, D: Any, variables: Values) -> Any:
         """Return the unchecked loss of arrays, real or complex. An efficiency of 0 or less gives a huge loss."""
+        # the equation at the head of this file, with powers as exp(log)
         eff_N, eff_D = (np.where(np.real(each) > 0, each, _TINY) for each in self.efficiencies(variables))
         N, D = N * eff_N, D * eff_D
         terms = np.exp(np.log(self.A) - self.alpha * np.log(N)) + np.exp(np.log(self.B) - self.beta * np.log(D))
@@ -218,6 +219,7 @@ class Law(ABC):
         """
         given = self.parse_variables(variables)
         N, D = np.asarray(N, float), np.asarray(D, float)
+        # complex steps: the imaginary part over the step is the derivative
         moved = {"N": self.evaluate(N + 1j * _STEP, D, given), "D": self.evaluate(N, D + 1j * _STEP, given)}
         for name, constant in self.constants().items():
             moved[name] = self.with_constants({name: constant + 1j * _STEP}).evaluate(N, D, given)

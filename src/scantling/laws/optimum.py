@@ -73,8 +73,8 @@ def find_optimum(
     post: float | None,
 ) -> Optimum:
     """Return the best model for a budget; `Law.optimum` describes the arguments."""
-    _check_options(law, compute, N, bits, speed, inference_tokens, post)
     search = _Search(law, compute, N, speed, inference_tokens, post)
+    search.check(bits)
     if bits is not None:
         return search.best_at(bits)
     best = search.best_at(search.best_choice(), bits_are_free=True)
@@ -82,47 +82,6 @@ def find_optimum(
         edge = f"the best bits lie at the edge of the searched range, {best.bits:g}"
         return replace(best, warnings=(*best.warnings, edge))
     return best
-
-
-def _check_options(
-    law: Law,
-    compute: float,
-    N: float | None,
-    bits: float | None,
-    speed: Speed | None,
-    inference_tokens: float,
-    post: float | None,
-) -> None:
-    given: dict[str, Any] = {"compute": compute, "N": N, "bits": bits, "post": post}
-    for name, value in given.items():
-        if (value is not None or name == "compute") and not (_is_number(value) and value > 0):
-            raise UserError(f"{name} is a positive and finite number; given {value}")
-    if not (_is_number(inference_tokens) and inference_tokens >= 0):
-        raise UserError(f"inference_tokens is 0 or more; given {inference_tokens}")
-    if post is not None and "post" not in law.VARIABLES:
-        raise UserError(f"the {law.name} law does not model quantization after training; leave post out")
-    if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
-        raise UserError(f"speed is a function of bits, or a mapping of bits to speedups over 16; given {speed!r}")
-    if infinite := [name for name, value in law.constants().items() if not math.isfinite(value)]:
-        raise UserError(f"{infinite[0]} of this law exceeds the range of floats, so it has no computable optimum")
-    has_schemes = "scheme" in law.VARIABLES
-    if isinstance(speed, Mapping):
-        if not has_schemes and not all(map(_is_number, speed)):
-            raise UserError(f"the {law.name} law takes bits: speed={{bits: speedup over 16}}; given {speed!r}")
-        if has_schemes and not all(isinstance(key, str) for key in speed):
-            raise UserError(f"the {law.name} law takes schemes: speed={{scheme: speedup}} by name; given {speed!r}")
-    if not has_schemes and not law.modeled_parts():
-        is_for_inference = inference_tokens > 0 and post is not None  # speed then describes the bits after training
-        training = {
-            "bits": bits is not None and bits < FULL_PRECISION,
-            "speed": speed is not None and not is_for_inference,
-        }
-        if names := [name for name, is_given in training.items() if is_given]:
-            raise UserError(
-                f"this {law.name} law does not model low-precision training; leave {' and '.join(names)} out"
-            )
-    if has_schemes and (bits is not None or not isinstance(speed, Mapping)):
-        raise UserError("a law of schemes takes no bits; give speed={scheme: speedup over 16 bits} for each choice")
 
 
 def _is_number(value: Any) -> bool:
@@ -139,6 +98,41 @@ class _Search:
     speed: Speed | None
     inference_tokens: float
     post: float | None
+
+    def check(self, bits: float | None) -> None:
+        """Raise a UserError for options that are not numbers, or that the law does not model."""
+        law, speed = self.law, self.speed
+        given: dict[str, Any] = {"compute": self.compute, "N": self.N, "bits": bits, "post": self.post}
+        for name, value in given.items():
+            if (value is not None or name == "compute") and not (_is_number(value) and value > 0):
+                raise UserError(f"{name} is a positive and finite number; given {value}")
+        if not (_is_number(self.inference_tokens) and self.inference_tokens >= 0):
+            raise UserError(f"inference_tokens is 0 or more; given {self.inference_tokens}")
+        if self.post is not None and "post" not in law.VARIABLES:
+            raise UserError(f"the {law.name} law does not model quantization after training; leave post out")
+        if not (speed is None or callable(speed) or (isinstance(speed, Mapping) and speed)):
+            raise UserError(f"speed is a function of bits, or a mapping of bits to speedups over 16; given {speed!r}")
+        if infinite := [name for name, value in law.constants().items() if not math.isfinite(value)]:
+            raise UserError(f"{infinite[0]} of this law exceeds the range of floats, so it has no computable optimum")
+        has_schemes = "scheme" in law.VARIABLES
+        if isinstance(speed, Mapping):
+            if not has_schemes and not all(map(_is_number, speed)):
+                raise UserError(f"the {law.name} law takes bits: speed={{bits: speedup over 16}}; given {speed!r}")
+            if has_schemes and not all(isinstance(key, str) for key in speed):
+                raise UserError(f"the {law.name} law takes schemes: speed={{scheme: speedup}} by name; given {speed!r}")
+        if not has_schemes and not law.modeled_parts():
+            # with bits after training, a speed is that of inference
+            is_for_inference = self.inference_tokens > 0 and self.post is not None
+            training = {
+                "bits": bits is not None and bits < FULL_PRECISION,
+                "speed": speed is not None and not is_for_inference,
+            }
+            if names := [name for name, is_given in training.items() if is_given]:
+                raise UserError(
+                    f"this {law.name} law does not model low-precision training; leave {' and '.join(names)} out"
+                )
+        if has_schemes and (bits is not None or not isinstance(speed, Mapping)):
+            raise UserError("a law of schemes takes no bits; give speed={scheme: speedup over 16 bits} for each choice")
 
     def best_choice(self) -> Any:
         """Return the bits, or the scheme, with the smallest loss."""
@@ -215,6 +209,8 @@ class _Search:
 
     def _best_log_N(self, variables: Values, speed: float) -> float:
         """Return log N at which both terms fall equally fast along N D = compute × speed / 6."""
+        # d/dlog N of A N'^-alpha + B D'^-beta = 0 with log N' + log D' fixed:
+        # alpha A N'^-alpha = beta B D'^-beta
         law = self.law
         eff_N, eff_D = (max(float(each), 1e-300) for each in law.efficiencies(variables))
         product = math.log(self.compute * speed / 6 * eff_N * eff_D)  # log N' D'

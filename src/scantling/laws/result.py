@@ -174,6 +174,7 @@ class Fit:
         count = self.runs.count
         laws = []
         for _ in range(samples):
+            # refit with multiplicities, without the runs that were not drawn
             counts = np.bincount(draw.integers(count, size=count), minlength=count).astype(float)
             drawn = counts > 0
             problem = self._problem.with_runs(self._problem.runs.select(drawn))
@@ -242,6 +243,7 @@ class Fit:
                 changes = (f"+ {SHIFT:g}", f"- {SHIFT:g}") if is_signed else (f"× {FACTOR:g}", f"÷ {FACTOR:g}")
                 also = " and ".join(change for change, fits in zip(changes, is_open, strict=True) if fits)
                 reasons[name] = f"the runs fit equally well with it {also}{self._correlated(i)}"
+        # an offset means nothing without its scale
         for offset, scale in self.law.OFFSETS.items():
             if scale in reasons and offset in self.names:
                 reasons[offset] = f"it is the offset of {scale}, which is not identified"
@@ -260,6 +262,7 @@ class Fit:
         Returns:
             Relative errors of the losses by size, and the skipped sizes.
         """
+        # one fold per size, or groups of neighboring sizes
         sizes = np.unique(self.runs["N"])
         errors, skipped = {}, {}
         for part in np.array_split(sizes, min(len(sizes), _FOLDS)):
@@ -280,6 +283,7 @@ class Fit:
         if self.base is not None:
             base, base_theta = self.base._refit_without(sizes)
             constants = base.law_at(base_theta).constants()
+            # constants of the base are in counts of one: leave the units of the problem, replace them, and return
             law = problem.law.in_units(1 / problem.size, 1 / problem.tokens)
             law = law.with_constants({name: constants[name] for name in self._from_base})
             pinned = {name: constants[name] for name in problem.pinned if name in self._from_base}

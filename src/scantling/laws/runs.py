@@ -124,7 +124,7 @@ def read_runs(
     for name in renamed:
         if name not in (*wanted, "C"):
             raise UserError(f"columns names '{name}', but the {law.name} law has only {', '.join(wanted)}")
-    # run numbers of the original table, for error messages
+    # for error messages: the row of each run in the original table
     numbers: Sequence[int] = range(1, len(next(iter(table.values()), [])) + 1)
     if "post" in wanted and "*" in renamed.get("post", ""):
         table, numbers = _melt_post_columns(table, renamed.pop("post"), renamed.get("loss", "loss"))

@@ -198,7 +198,7 @@ def test_pickled_tokenizer_is_the_same() -> None:
 
 
 def test_no_room_for_text() -> None:
-    with pytest.raises(UserError, match=r"data\.seq_len = 3 leaves no room beside 3 special tokens"):
+    with pytest.raises(UserError, match=r"data\.seq_len = 3 leaves no room for text next to 3 special tokens"):
         init_distributed(ByteTokenizer(), "a", "b", 3)
 
 

@@ -104,7 +104,7 @@ def test_multimodal_configurations_without_an_architecture_are_decoders(tmp_path
     folder = write_config(tmp_path, "Gemma3ForConditionalGeneration", architectures=None)
     assert default_task(ModelSection(hf=str(folder))) == "causal-lm"
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"model\.task: .* does not say what it is trained to do"):
+    with pytest.raises(UserError, match=r"model\.task: .* names no training task"):
         default_task(ModelSection(hf=str(folder)))
 
 

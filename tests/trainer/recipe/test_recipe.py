@@ -83,7 +83,7 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"train": {"decay": 0.5}}, "train.decay", "belongs to wsd"),
         ({"train": {"schedule": "wsd", "warmup": 0.5, "decay": 0.9}}, "train.decay", "before the warm-up has ended"),
         ({"train": {"schedule": "wsd", "warmup": 9}}, "train.decay", "given 0.2 after a warm-up of 0.9 of the steps"),
-        ({"data": {"heldout": 0}, "train": {"eval_every": 5}}, "train.eval_every", "nothing is held out"),
+        ({"data": {"heldout": 0}, "train": {"eval_every": 5}}, "train.eval_every", "without held-out data"),
         ({"data": {"heldout": 0.0}, "train": {"eval_samples": 3}}, "train.eval_samples", "raise data.heldout"),
         ({"optim": {"name": "adamw", "momentum": 0.9}}, "optim.momentum", ""),
         ({"optim": {"name": "lbfgs"}}, "optim.name", "closure"),

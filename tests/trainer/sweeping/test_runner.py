@@ -108,7 +108,7 @@ def test_shipped_sweep_table_can_be_fitted(
     found = read_runs(path, ChinchillaLaw, columns={"loss": "loss"}, where={"train.steps": "20"})
     assert found["N"].tolist() == [int(row["N"]) for row in rows[2:]]
     assert run(command) == 0
-    assert "4 of 4 runs are settled already" in capsys.readouterr().out
+    assert "4 of 4 runs are finished" in capsys.readouterr().out
     path.write_text("\ufeff" + path.read_text())  # as spreadsheets save it
     assert list(read_table(path).values()) == rows
 
@@ -223,7 +223,7 @@ def test_run_stops_at_ctrl_c_and_resumes(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert "stopping: each run saves" in output
-    assert "go on with the same command" in output
+    assert "continue with the same command" in output
     (row,) = table(tmp_path)
     assert (row["state"], row["loss"]) == ("stopped", "")
     stopped_at = json.loads((folder / "result.json").read_text())["step"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scantling.trainer.data.images import ImageSet
-from scantling.trainer.data.loader import EVALUATION, spread
+from scantling.trainer.data.loader import EVALUATION, evenly_spaced
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks import baselines
 from scantling.trainer.tasks.base import TaskData
@@ -107,7 +107,7 @@ def test_class_means_of_few_pixels_at_a_time(tmp_path: Path, most: int | None, m
     assert isinstance(data.heldout, ImageSet)
     pixels = np.stack([data.train[n].pixels for n in range(len(data.train))]).astype(np.float64)
     means = [pixels[data.train.labels == label].mean(0) for label in range(3)]
-    evaluated = [data.heldout[n] for n in spread(len(data.heldout), most)]
+    evaluated = [data.heldout[n] for n in evenly_spaced(len(data.heldout), most)]
     distances = [[((item.pixels - mean) ** 2).sum() for mean in means] for item in evaluated]
     labels = [item.label for item in evaluated]
     monkeypatch.setattr(baselines, "PIXELS", 200)

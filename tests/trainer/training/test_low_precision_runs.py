@@ -119,7 +119,7 @@ def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "eager"}))
     text = str(caught.value)
-    assert "precision.weights: a number format is one of" in text
+    assert "precision.weights: a number format must be one of" in text
     assert "precision.activations.granularity: must be one of" in text
     assert "precision.kv_cache: group_size and granularity" in text
 

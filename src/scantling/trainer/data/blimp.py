@@ -26,7 +26,7 @@ class MinimalPair:
     Attributes:
         good: the acceptable sentence.
         bad: the unacceptable sentence.
-        phenomenon: what the pair tests: the column `linguistics_term`, or the name of the file.
+        phenomenon: the grammatical point that differs: column `linguistics_term`, or the name of the file.
         paradigm: the column `UID`, or the name of the file.
     """
 

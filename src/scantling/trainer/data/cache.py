@@ -55,12 +55,12 @@ class Cache:
             UserError: the cache cannot be written, or whatever `make` raises.
         """
         path = self.root / kind / key
-        if (entry := _whole(path)) is not None:
+        if (entry := _complete_entry(path)) is not None:
             return entry
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.parent / f"{key}.lock"):
-                return _whole(path) or _make(path, make)
+                return _complete_entry(path) or _make(path, make)
         except OSError as error:
             raise self._refusal(error) from error
 
@@ -72,7 +72,7 @@ class Cache:
         return UserError(f"cannot write the data cache {self.root}: {reason} another folder in SCANTLING_CACHE")
 
 
-def _whole(path: Path) -> Entry | None:
+def _complete_entry(path: Path) -> Entry | None:
     """Return the entry if it exists and each file has its recorded size."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ NAME = "click_features"
 CHUNK = 1 << 20
 """Rows processed at a time while fitting."""
 UNKNOWN = 0
-"""Id of categories that have no id of their own."""
+"""Id that all rare and unseen categories share."""
 
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.uint64]
@@ -113,7 +113,7 @@ class ClickFeatures:
         inputs = {"categorical": torch.from_numpy(self.ids(keys))}
         return inputs | ({"numeric": torch.from_numpy(self.scaled(numbers))} if self.numeric else {})
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fitted values, without the keys, as JSON values."""
         return {
             "numeric": list(self.numeric),
@@ -130,7 +130,7 @@ class ClickFeatures:
         from safetensors.numpy import save_file
 
         path = Path(folder) / NAME
-        path.with_suffix(".json").write_text(json.dumps(self.facts(), indent=1), encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
         if self.known:
             save_file(dict(self.known), path.with_suffix(".safetensors"))
 

@@ -83,7 +83,7 @@ def click_columns(section: DataSection) -> Columns:
             CRITEO_CATEGORICAL if categorical is None else tuple(categorical),
         )
     if clicks.label is None or not clicks.categorical:
-        raise UserError("data.clicks: name the columns in label and categorical (and numeric, where there are any)")
+        raise UserError("data.clicks: name the columns in label and categorical (and numeric columns in numeric)")
     return Columns(clicks.label, tuple(clicks.numeric or ()), tuple(clicks.categorical))
 
 
@@ -227,7 +227,7 @@ class _Encoder:
             if len(bad):
                 row = int(bad[0])
                 raise UserError(
-                    f"{part.where(row)}: column '{name}' must hold numbers that fit into fp32; given "
+                    f"{part.where(row)}: column '{name}' must hold values within the range of fp32; given "
                     f"{describe_type(features[place][row])}"
                 )
         keys = np.empty((rows, len(names.categorical)), dtype=np.uint64)
@@ -281,7 +281,7 @@ def _is_category(value: Any) -> bool:
 
 
 def _parse_numbers(values: Sequence[Any], name: str, where: Callable[[int], str]) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column, NaN for missing values."""
+    """Return the values of a numeric column, NaN for missing values."""
     try:
         return np.array([parse_number(value) for value in values], dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

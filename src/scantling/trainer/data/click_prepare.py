@@ -95,10 +95,10 @@ def prepare_clicks(
         heldout = range(len(held_store))
     info = {
         "source": files.name,
-        "train": _facts(store, train),
-        "heldout": None if heldout is None else _facts(held_store or store, heldout),
+        "train": _count_rows(store, train),
+        "heldout": None if heldout is None else _count_rows(held_store or store, heldout),
         "heldout_by": "files" if held_store is not None else "row" if held else None,
-        "features": features.facts(),
+        "features": features.to_dict(),
         "cache": str(entry.path),
         "fingerprint": entry.path.name if held_store is None else fingerprint([entry.path.name, held_store.content]),
     }
@@ -116,7 +116,7 @@ def _split(rows: int, held: int, seed: int, folder: Path) -> Sequence[int] | Any
     return train
 
 
-def _facts(store: ClickStore, rows: RowNumbers) -> dict[str, int]:
+def _count_rows(store: ClickStore, rows: RowNumbers) -> dict[str, int]:
     return {"rows": len(rows), "clicks": int(np.count_nonzero(store.labels[_index(rows)]))}
 
 

@@ -205,7 +205,7 @@ def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: boo
         yield batch.pin_memory() if pin_memory else batch
 
 
-def spread(size: int, most: int | None) -> npt.NDArray[np.int64]:
+def evenly_spaced(size: int, most: int | None) -> npt.NDArray[np.int64]:
     """Return at most `most` of the indices 0 .. size-1, spread evenly; all if None."""
     count = size if most is None else min(most, size)
     return np.arange(count) * size // count
@@ -232,7 +232,7 @@ def eval_batches(
         max_samples: use at most this many samples, spread evenly over the dataset.
         workers: processes that make batches.
     """
-    indices = spread(len(dataset), max_samples)[rank::world_size].tolist()
+    indices = evenly_spaced(len(dataset), max_samples)[rank::world_size].tolist()
     parts = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
     keys = [[(EVALUATION, index) for index in part] for part in parts]
     return _load(dataset, collate, keys, workers=workers, pin_memory=False)

@@ -114,8 +114,8 @@ def prepare(
             )
     info = {
         "source": source.name,
-        "train": train.facts(),
-        "heldout": None if heldout is None else heldout.facts(),
+        "train": train.counts(),
+        "heldout": None if heldout is None else heldout.counts(),
         "heldout_by": None if heldout is None else held_by if held_source is not None else "document",
         "heldout_seen": seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},

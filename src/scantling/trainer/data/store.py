@@ -74,8 +74,8 @@ class TokenStore:
         """Number of documents."""
         return len(self.ends)
 
-    def facts(self) -> dict[str, int]:
-        """Return the numbers of documents, tokens and bytes."""
+    def counts(self) -> dict[str, int]:
+        """Return the count of documents, tokens and bytes."""
         return {"documents": self.num_documents, "tokens": len(self.tokens), "bytes": self.num_bytes}
 
 

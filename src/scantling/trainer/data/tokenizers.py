@@ -124,7 +124,9 @@ class Tokenizer(ABC):
         template = self.single if pair_ids is None else self.pair
         room = max_len - template.num_specials
         if room < 1:
-            raise UserError(f"data.seq_len = {max_len} leaves no room beside {template.num_specials} special tokens")
+            raise UserError(
+                f"data.seq_len = {max_len} leaves no room for text next to {template.num_specials} special tokens"
+            )
         if pair_ids is None:
             return template.fill(ids[:room])
         first, second = truncated_lengths(len(ids), len(pair_ids), room)

@@ -117,7 +117,7 @@ def default_task(section: ModelSection) -> str:
     if not architectures and _is_decoder(content, multimodal=True):
         return "causal-lm"
     raise UserError(
-        f"model.task: {_config_path(section)} does not say what it is trained to do (its architectures: "
+        f"model.task: {_config_path(section)} names no training task (its architectures: "
         f"{architectures}); give one of {', '.join(TASKS)}"
     )
 
@@ -467,7 +467,7 @@ def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     if not isinstance(cores, dict) or cores.get("quant_method") != pretrained.METHOD:
         return
     if device == "cpu":
-        raise UserError(f"model.hf: {section.hf} describes layers of cores, which come with their weights only")
+        raise UserError(f"model.hf: {section.hf} describes TT layers; give a folder that has their weights")
     rebuild(model, cores["layers"])
 
 
@@ -498,7 +498,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"model.hf: {error}") from None
     if content.get("auto_map"):
-        logger.warning("%s names code of its own (auto_map), which is not run", path)
+        logger.warning("%s names custom code (auto_map), which Scantling does not run", path)
         content.pop("auto_map")
     content.pop("transformers_version", None)
     return content

@@ -59,13 +59,13 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
     copies = 1 if frees_gradients(recipe) else 2
 
     @cache
-    def of_core(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
-        def group_of(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
+    def bytes_of(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
+        def make_group(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
             param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             return {"params": [param], "role": role, "matrix_dims": dims}
 
         # add a matrix next to the TT core: Muon cannot be built without one, and leaves cores of more dims to AdamW
-        core, matrix = group_of(shape, role, dims), group_of((1, 1), "matrix", ((0,), (1,)))
+        core, matrix = make_group(shape, role, dims), make_group((1, 1), "matrix", ((0,), (1,)))
         name, options = recipe.optim.name, recipe.optim.options
         both, alone = (
             predicted_state_bytes(name, optimizer_groups(recipe, groups), **options)
@@ -75,5 +75,5 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
             return float("nan")
         return copies * prod(shape) * dtype.itemsize + both - alone
 
-    probe = of_core((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
-    return of_core if probe == probe else None
+    probe = bytes_of((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
+    return bytes_of if probe == probe else None

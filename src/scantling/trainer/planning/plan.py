@@ -210,7 +210,7 @@ def plan(
     gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
     released = frees_gradients(recipe, world_size=world_size)
     if recipe.optim.release_gradients and not released:
-        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, where they are released")
+        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
     if state is None:

@@ -140,7 +140,7 @@ def _check_data(content: Content) -> Iterator[Fault]:
         yield Fault("data.heldout", "has no effect when data.validation names held-out data; give one of them")
     if data.get("heldout") == 0 and not data.get("validation"):
         for key in _given_value(get_section(content, "train"), ("eval_every", "eval_samples")):
-            yield Fault(f"train.{key}", "has no effect where nothing is held out; raise data.heldout, or leave it out")
+            yield Fault(f"train.{key}", "has no effect without held-out data; raise data.heldout, or leave it out")
 
 
 def _check_task(content: Content) -> Iterator[Fault]:
@@ -392,7 +392,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if train.get("graph") is True:
         yield Fault("train.graph", "cannot capture an exchange; leave one of both out", "comm.name: demo")
     if precision.get("compute") == "fp16":
-        problem = "scales the loss anew from time to time, which a momentum would keep; set precision.compute: bf16"
+        problem = "changes the loss scale, which the momentum would keep; set precision.compute: bf16"
         yield Fault("comm.name", problem, "precision.compute: fp16")
 
 

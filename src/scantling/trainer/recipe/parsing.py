@@ -118,7 +118,7 @@ class _StrictLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._sizes:
-            raise ComposerError(None, None, "an alias inside of what it stands for", mark)
+            raise ComposerError(None, None, "an alias inside its own value", mark)
         # an alias counts with all values behind it, which bounds nested aliases
         self._count += self._sizes[node] if is_alias else 1
         if self._count > MAX_VALUES:

@@ -12,7 +12,7 @@ import torch
 
 from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
-from scantling.trainer.data.loader import Batch, Numbered, spread
+from scantling.trainer.data.loader import Batch, Numbered, evenly_spaced
 from scantling.trainer.data.prepare import prepare
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.data.store import MappedArray, TokenStore
@@ -219,7 +219,7 @@ class Classification(Task):
         if not isinstance(train, LabeledDataset) or not isinstance(heldout, LabeledDataset) or data.tokenizer is None:
             return {}
         name = "hypothesis_only_accuracy" if train.has_pairs else "bag_of_words_accuracy"
-        chosen = spread(len(heldout), max_samples)
+        chosen = evenly_spaced(len(heldout), max_samples)
         return {
             "majority_accuracy": majority_accuracy(train.labels(), heldout.labels()[chosen]),
             name: bag_accuracy(train, heldout, data.tokenizer, num_labels=len(data.labels or []), chosen=chosen),

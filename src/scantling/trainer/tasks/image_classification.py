@@ -14,7 +14,7 @@ from scantling.files import write_json
 from scantling.trainer.data.hashing import key64, uniform
 from scantling.trainer.data.image_files import check_images
 from scantling.trainer.data.images import ImageSet, prepare_images
-from scantling.trainer.data.loader import EVALUATION, Batch, Numbered, spread
+from scantling.trainer.data.loader import EVALUATION, Batch, Numbered, evenly_spaced
 from scantling.trainer.data.progress import Progress
 from scantling.trainer.recipe.schema import DIGITS, DataSection
 from scantling.trainer.tasks.base import (
@@ -140,7 +140,7 @@ class ImageClassification(Task):
         train, heldout = data.train, data.heldout
         if not isinstance(train, ImageSet) or not isinstance(heldout, ImageSet):
             return {}
-        chosen = spread(len(heldout), max_samples)
+        chosen = evenly_spaced(len(heldout), max_samples)
         heldout = replace(heldout, numbers=heldout.numbers[chosen], labels=heldout.labels[chosen])
         return {
             "majority_accuracy": majority_accuracy(train.labels, heldout.labels),

@@ -66,7 +66,7 @@ class MaskedWindows:
         """Return the input ids and the labels of one window, both of shape (length,)."""
         ids = np.asarray(self.template.fill(window)[0], dtype=np.int64)
         key = key64("mask", self.seed, epoch, index)
-        # stateless draws: each position has four counters, of which three are used
+        # stateless draws: each position has four counters, and uses three of them
         place = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
         draw = np.where(self.is_special[ids], 1.0, uniform(place, key))
         chosen = draw < self.probability
@@ -116,7 +116,7 @@ class MaskedLM(Task):
         """Return the number of stream tokens in a sequence."""
         room = seq_len - tokenizer.single.num_specials
         if room < 1:
-            raise UserError(f"data.seq_len = {seq_len} leaves no room beside {seq_len - room} special tokens")
+            raise UserError(f"data.seq_len = {seq_len} leaves no room for text next to {seq_len - room} special tokens")
         return room
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:

@@ -178,7 +178,7 @@ def window_length(data: DataSection, tokenizer: Tokenizer) -> int:
     length = _spans(data).window(data.seq_len - specials, target_length(data))
     if length < 2:
         raise UserError(
-            f"data.seq_len = {data.seq_len} and data.target_len = {target_length(data)} leave no room for text beside "
+            f"data.seq_len = {data.seq_len} and data.target_len = {target_length(data)} leave no room for text next to "
             f"a sentinel and {specials} special tokens"
         )
     spans, there = _spans(data).counts(length)[1], len(sentinel_ids(tokenizer))

@@ -68,8 +68,8 @@ class Spans:
             The input and the target.
         """
         hidden, spans = self.counts(len(window))
-        kept_lengths = _cut(len(window) - hidden, spans, key64("kept", *key))
-        hidden_lengths = _cut(hidden, spans, key64("hidden", *key))
+        kept_lengths = _random_lengths(len(window) - hidden, spans, key64("kept", *key))
+        hidden_lengths = _random_lengths(hidden, spans, key64("hidden", *key))
         ends = np.cumsum(np.stack([kept_lengths, hidden_lengths], axis=1).ravel())
         parts = np.split(window, ends[:-1])
         marks = np.split(sentinels[:spans], spans)
@@ -78,7 +78,7 @@ class Spans:
         return np.concatenate(inputs), np.concatenate([*targets, np.array([end], dtype=np.int64)])
 
 
-def _cut(total: int, parts: int, key: int) -> Tokens:
+def _random_lengths(total: int, parts: int, key: int) -> Tokens:
     """Return random lengths of at least 1 that sum to `total`, (parts,); with `total` 0, one part may be empty."""
     places = np.sort(permutation(max(total - 1, 0), key)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], places, [total]])).astype(np.int64)

@@ -12,7 +12,6 @@ values share one scale with the padding. They still share it with all sentences 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ logger = logging.getLogger(__name__)
 BATCH_TOKENS = 16384
 BATCH_LOGITS = 1 << 26
 """Most numbers in the logits of one batch."""
-_Z = 1.959963984540054
-"""The normal quantile of a two-sided 95 % interval."""
 
 Figures = dict[str, Any]
 
@@ -160,24 +157,13 @@ def _by(
 
 
 def _share(right: npt.NDArray[np.bool_]) -> Figures:
+    from scipy.stats import binomtest
+
     correct, count = int(right.sum()), len(right)
+    interval = binomtest(correct, count).proportion_ci(method="wilson")
     return {
         "accuracy": correct / count,
-        "interval": list(wilson(correct, count)),
+        "interval": [float(interval.low), float(interval.high)],
         "correct": correct,
         "count": count,
     }
-
-
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927): within 0 and 1 and of use also near them.
-
-    Raises:
-        UserError: a count of 0.
-    """
-    if count < 1:
-        raise UserError("a share of nothing has no interval")
-    share, weight = correct / count, _Z**2 / count
-    middle = (share + weight / 2) / (1 + weight)
-    half = _Z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
