@@ -138,7 +138,7 @@ def test_adapters_that_need_dense_weight_are_refused(words: str) -> None:
     before = model(**batch()).logits
     with pytest.raises(UserError, match=words) as caught:
         peft.get_peft_model(model, REFUSED[words]())
-    assert "densify" in str(caught.value) or "give one of" in str(caught.value)
+    assert "densify" in str(caught.value) or "use one of" in str(caught.value)
     assert torch.equal(model(**batch()).logits, before)
 
 
