@@ -121,7 +121,7 @@ def test_resume_is_bitwise(tmp_path: Path, pair: Any) -> None:
 
 
 def test_a_late_stage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="late stage weighs the loss"):
+    with pytest.raises(UserError, match="late stage weights the task loss"):
         trainer(tmp_path, schedule="paper", early_steps=3)
 
 
@@ -152,7 +152,7 @@ def test_the_small_model_is_trained_on_by_the_same_trainer(tmp_path: Path) -> No
 def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, adapter = trainer(tmp_path, steps=3)
     made.train()
-    assert "the training ended after 3 of the 6 steps" in caplog.text
+    assert "training ended after 3 of the 6 steps" in caplog.text
     assert adapter.is_attached
 
 

@@ -121,7 +121,7 @@ def random_cores(
 
     Args:
         shapes: mode sizes of each core.
-        ranks: ranks of all bonds, including the outer ones; at most what the modes allow.
+        ranks: ranks of all bonds, including the outer ones; at most those that the modes allow.
         norm: Frobenius norm of the tensor.
         boxes: disjoint boxes, each with one slice per mode of every core: the part of the tensor that is not padding.
         center: number of cores on the left.

@@ -36,7 +36,7 @@ class TTMEmbedding(TTLayer):
 
     Args:
         num_embeddings, embedding_dim: as in `nn.Embedding`.
-        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        rank: rank of every bond between cores, or one for each; clipped to the largest that the modes allow.
         num_modes: number of cores if modes are not given.
         row_modes, col_modes: modes of the rows and columns, equally many; their products may exceed the dimensions.
         padding_idx: id whose row is and stays zero.

@@ -414,7 +414,7 @@ def keep_merged(model: nn.Module) -> Iterator[None]:
     """Merge the cores of a model once for all passes without gradients, such as an evaluation or generation.
 
     The cores must not change inside the context; passes with gradients merge as usual. The memory of the kept blocks
-    is a small multiple of that of the cores, see `contraction.MAX_KEPT`.
+    is a small multiple of the memory of the cores, see `contraction.MAX_KEPT`.
 
     Args:
         model: model with any number of TT layers.

@@ -163,7 +163,7 @@ def _set_ranks(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
     else:
         shapes = [*zip(layer.row_modes, layer.col_modes, strict=True)]
     core = layer.cores[0]
-    # New parameters: ranks of an entry may exceed what the constructor allows.
+    # New parameters: ranks of an entry may exceed the limits of the constructor.
     layer.cores = nn.ParameterList(
         torch.empty(left, *shape, right, device=core.device, dtype=core.dtype)
         for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)

@@ -44,7 +44,7 @@ class TTLinear(TTLayer):
 
     Args:
         in_features, out_features: as in `nn.Linear`.
-        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        rank: rank of every bond between cores, or one for each; clipped to the largest that the modes allow.
         num_modes: number of input modes and of output modes if these are not given.
         in_modes, out_modes: modes of input and output; their products may exceed the dimensions.
         bias: True to add a bias.

@@ -61,7 +61,7 @@ class RankOptions:
     Attributes:
         size_target: up to 1 a fraction of the initial size, above 1 a size in the unit.
         unit: `parameters` (in the cores), `flops` (per token, forward and backward) or `bytes` (of training state:
-            what the recipe's optimizer keeps in `scantling train`, otherwise `bytes_per_parameter` per parameter).
+            the state of the recipe's optimizer in `scantling train`, otherwise `bytes_per_parameter` per parameter).
         steps: number of optimizer steps in which the size decreases to the target; half a run is a good choice.
         begin: steps before the decrease starts.
         schedule: `importance`: prune the ranks that the loss needs least for their cost. `paper`: price and late stage

@@ -7,8 +7,8 @@ for little work. In the backward pass, the gradient of x is one product instead 
 layers would start with A anyway, that is for many tokens; not under `torch.compile`.
 
 Within a forward pass of the parent module, the first layer called with a tensor computes the first product of all
-layers. The others use it if they get the same unchanged tensor. The products are dropped at the end of that forward
-pass. If some product was not used, the layers are assumed not to share their input from then on, unless the pass is
+layers. The others use it if they get the same unchanged tensor. The products are dropped when the forward pass
+ends. If some product was not used, the layers are assumed not to share their input from then on, unless the pass is
 checkpointed.
 """
 
