@@ -15,8 +15,8 @@ import scantling as sc
 from scantling.checksums import CHECKSUMS, check_checksums, write_checksums
 from scantling.cli import run
 from scantling.errors import UserError
-from scantling.trainer.training.export import export_hf
 from scantling.trainer.training.quantize import quantize_run
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import tiny_recipe, write_recipe
 
 

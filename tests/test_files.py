@@ -13,9 +13,8 @@ from scantling import files
 from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import RunError, UserError
 from scantling.trainer.data.cache import Cache
-from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import JsonlSink
 
 
@@ -137,7 +136,7 @@ def test_checkpoints_follow_no_planted_link(tmp_path: Path, name: str, target: s
     checkpointer = Checkpointer(folder, SINGLE_PROCESS)
     with contextlib.suppress(RunError):
         checkpointer.save(3, State({"a": torch.arange(3)}, {}))
-        assert damage(folder / "step-3") is None
+        assert find_damage(folder / "step-3") is None
         assert not (folder / "step-3").is_symlink()
     if target == "folder":
         assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("file", "kept")]

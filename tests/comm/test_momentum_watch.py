@@ -18,7 +18,7 @@ from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.build import build_run_optimizer
 from tests.runs import WIDE, tiny_recipe
 
-WARNING = "has a momentum of its own"
+WARNING = "has its own momentum"
 MOMENTA = [
     ("adamw", {}, "betas[0]"),
     ("adam", {}, "betas[0]"),

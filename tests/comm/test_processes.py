@@ -85,7 +85,7 @@ def beside_the_training() -> None:
             optimizer.step()
             beyond = optimizer.wire_bytes - (optimizer.exchange.planned_wire_bytes() if step else 0)
             compared = 8 * (len(list(net.parameters())) + 1 + SKETCH)
-            assert beyond == (compared if optimizer.exchange.config.comes_round(step + 1, 3) else 0)
+            assert beyond == (compared if optimizer.exchange.config.is_periodic(step + 1, 3) else 0)
         assert_alike(net)
 
 
@@ -405,7 +405,7 @@ def test_what_travels_is_said_where_nobody_listens(
         train(net, sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4), 0, range(2))
         told = capsys.readouterr().err
         assert ("exchange by" in told) != listens
-        assert listens or told.count("9,100 numbers: 2 of 44 x 35") == 1
+        assert listens or told.count("9,100 elements: 2 of 44 x 35") == 1
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -1,10 +1,10 @@
-"""Whether all replicas are what they should be: alike.
+"""Check that replicas are in sync.
 
-Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
-before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
-the tensor and the rank. So is what the products that decode the same bytes get their last bits from: the version of
-PyTorch, on a CPU the number of threads, on a GPU the kernels and whether products may be in TF32. Of GPUs of several
-kinds there is a warning.
+Replicas with different weights, or with different blocks, would train without an error. Before the first exchange they
+compare a hash of the options and of every parameter; an error names the tensor and the rank. They also compare
+everything that affects the last bits of matrix products, since all must decode the same bytes to the same values: the
+PyTorch version, on a CPU the number of threads, on a GPU the kernels and the precision of fp32 products. Different GPU
+models cause a warning.
 """
 
 from __future__ import annotations
@@ -30,103 +30,99 @@ logger = logging.getLogger(__name__)
 
 SKETCH = 256
 _SEPARATOR = "; "
-"""Of the facts of a parameter in words."""
-_OF_THE_LAST_BITS = (
-    ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
-    "call torch.set_num_threads), SCANTLING_NATIVE and the precision of products (torch.backends.fp32_precision, or "
-    "torch.set_float32_matmul_precision) alike"
+"""Between the properties in a description of a parameter."""
+_ADVICE = (
+    ". The same bytes would decode to different last bits: use the same versions, OMP_NUM_THREADS (or "
+    "torch.set_num_threads), SCANTLING_NATIVE and precision of products (torch.backends.fp32_precision, or "
+    "torch.set_float32_matmul_precision) on all ranks"
 )
 
 
-def check_alike(
-    replicas: ReplicaGroup, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+def check_replicas(
+    replicas: ReplicaGroup, descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
 ) -> int:
-    """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
+    """Raise if replicas differ. Collectives: two all-gathers, and another if the options differ.
 
     Args:
-        replicas: to the other replicas.
-        described: what each parameter is and how it travels: facts by name.
+        replicas: group of the replicas.
+        descriptions: properties of each parameter and of its encoding, by name.
         names: of the parameters.
         params: the parameters.
 
     Returns:
-        A hash of 32 bits of what is described.
+        A 32-bit hash of the descriptions.
 
     Raises:
-        UserError: something differs; on all ranks alike.
+        UserError: replicas differ; on all ranks.
     """
     device = params[0].device
-    texts = [_decoder(device), *map(_in_words, names, described)]
+    texts = [_describe_decoder(device), *map(_describe, names, descriptions)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
-    if len({of_kind for _, of_kind in hashes}) > 1:
-        kinds = [each for (each,) in replicas.all_gather_strings([kind], device)]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(gpu.encode())], device=device))).tolist()
+    if len({gpu_hash for _, gpu_hash in hashes}) > 1:
+        gpus = [each for (each,) in replicas.all_gather_strings([gpu], device)]
         if replicas.rank == 0:
             logger.warning(
-                "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
-                "are then found to differ after a while",
-                ", ".join(dict.fromkeys(kinds)),
+                "replicas are on different GPU models (%s), whose products may differ in the last bits, so that "
+                "parameters may differ after some steps",
+                ", ".join(dict.fromkeys(gpus)),
             )
-    if len({of_texts for of_texts, _ in hashes}) > 1:
-        everywhere = replicas.all_gather_strings(texts, device)
-        usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
-        rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
-        theirs = everywhere[rank]
+    if len({text_hash for text_hash, _ in hashes}) > 1:
+        all_texts = replicas.all_gather_strings(texts, device)
+        usual = Counter(map(tuple, all_texts)).most_common(1)[0][0]
+        rank, theirs = next((rank, each) for rank, each in enumerate(all_texts) if tuple(each) != usual)
         if len(theirs) != len(usual):
             raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
-        place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
-        if not place:
-            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_OF_THE_LAST_BITS}")
-        pair = _unlike_facts(one, other)
+        idx, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
+        if not idx:
+            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_ADVICE}")
+        one, other = _differing_properties(one, other)
+        raise UserError(f"rank {rank} differs from the others in {names[idx - 1]}: it has {one}; they have {other}")
+    mismatch = find_mismatch(replicas, params)
+    if mismatch is not None:
         raise UserError(
-            f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
-        )
-    differing = find_mismatch(replicas, params)
-    if differing is not None:
-        rank, place, _ = differing
-        raise UserError(
-            f"rank {rank} differs from the others: {names[place]} has other values there. Start all replicas from the "
-            "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
+            f"rank {mismatch.rank} differs from the others: {names[mismatch.param]} has other values there. Start all "
+            "replicas from the same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
         )
     return own
 
 
-def _decoder(device: torch.device) -> str:
-    """What the last bits of decoded momentum depend on."""
-    found = f"PyTorch {torch.__version__}"
+def _describe_decoder(device: torch.device) -> str:
+    """Return everything that affects the last bits of decoded momentum."""
+    version = f"PyTorch {torch.__version__}"
     if device.type == "cpu":
-        return f"{found}, {torch.get_num_threads()} threads"
+        return f"{version}, {torch.get_num_threads()} threads"
     kernels = "no kernels"
     if has_kernels(device):
         import triton
 
         kernels = f"kernels of Triton {triton.__version__}"
-    precision = torch.backends.cuda.matmul.fp32_precision  # set by the older calls too, which only they could read
-    return f"{found}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
+    precision = torch.backends.cuda.matmul.fp32_precision  # older calls set it too
+    return f"{version}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
 
 
-def _in_words(name: str, facts: Mapping[str, Any]) -> str:
-    return _SEPARATOR.join([name, *(f"{fact} {value}" for fact, value in facts.items())])
+def _describe(name: str, properties: Mapping[str, Any]) -> str:
+    return _SEPARATOR.join([name, *(f"{key} {value}" for key, value in properties.items())])
 
 
-def _unlike_facts(one: str, other: str) -> tuple[str, str]:
-    """Of two texts of `_in_words` the facts that differ, or the whole texts where they have not as many."""
+def _differing_properties(one: str, other: str) -> tuple[str, str]:
+    """Return the properties in which two descriptions differ, or both in full if their lengths differ."""
     ours, theirs = one.split(_SEPARATOR), other.split(_SEPARATOR)
     if len(ours) != len(theirs):
         return one, other
-    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-    return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+    return ", ".join(our for our, _ in pairs), ", ".join(their for _, their in pairs)
 
 
 def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
     """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
 
     Args:
-        replicas: to the other replicas.
-        params: the parameters; those without a gradient say nothing.
+        replicas: group of the replicas.
+        params: the parameters; those without a gradient are ignored.
         wrappers: of `find_wrappers`.
 
     Collective: one all-gather.
@@ -140,10 +136,10 @@ def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: 
     sums = [checksum(gradient) for gradient in gradients]
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
     certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
-    found = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
-    most = max(theirs for *_, theirs in found)
-    are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
-    if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
+    reports = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    highest = max(certainty for _, certainty in reports)
+    are_equal = len({gradient_hash for gradient_hash, _ in reports}) == 1 and any(map(torch.any, gradients))
+    if highest == Averaging.YES or (highest == Averaging.PERHAPS and are_equal):
         raise averaging_error(wrappers)
     if are_equal and replicas.rank == 0:
         logger.warning(

@@ -38,7 +38,7 @@ def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
 
 
 def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
-    """Return one line for each block group: number and size of parameters, what is sent, and bytes."""
+    """Return one line for each block group: number and size of its parameters, selection and bytes."""
     return "\n".join(_describe(each, groups, config) for each in all_block_groups(make_buckets(groups, config)))
 
 

@@ -1,7 +1,7 @@
-"""The state of DeMo, or of an exchange alone, as tensors of each process, for torch.distributed.checkpoint.
+"""State of DeMo or of an exchange as tensors of each process, for torch.distributed.checkpoint.
 
-What is plain and alike by name, that format saves once. Residuals are not alike on replicas, and of FSDP2 each process
-holds its shards: here every tensor has the rank of its process in its name.
+That format saves a plain tensor once for all processes with the same name. Residuals differ between replicas, and with
+FSDP2 each process has its shards: here every name contains the rank of the process.
 
     state = {"model": get_model_state_dict(model), "optimizer": rank_tensors(optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -28,58 +28,58 @@ from scantling.errors import UserError
 
 _PROCESSES = "processes"
 _SCHEDULED = ("lr", "dense_lr", "dense_ratio", "weight_decay", "decay")
-"""Options of a group that may change while a run goes on."""
+"""Options of a group that may change during a run."""
 
 
 @torch.no_grad()
 def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
-    """All that this process needs to go on, zeros where there is nothing yet: also what to load into.
+    """Return the state of this process, with zeros for missing tensors; also the tensors to load into.
 
     Args:
-        optimizer: before its first step, or after any. Of an exchange, what its optimizer keeps is not in it.
+        optimizer: before its first step, or after any step. For an exchange, the optimizer's own state is not included.
 
     Returns:
-        Tensors by names such as `rank0/layers.0.weight/residual`: copies, residuals in fp32 whatever they are kept in.
+        Copies by names such as `rank0/layers.0.weight/residual`; residuals are in fp32.
 
     Raises:
         UserError: neither a DeMo nor a MomentumExchange.
     """
-    exchange = _exchange_of(optimizer)
+    exchange = _get_exchange(optimizer)
     exchange.flush()
     prefix = f"rank{_rank()}"
-    found = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
+    tensors = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
     params, names = all_parameters(exchange.param_groups), parameter_names(exchange.param_groups)
     has_result = any("pending" in exchange.state.get(param, {}) for param in params)
-    found[f"{prefix}/has_result"] = torch.tensor([has_result])
-    found |= {name: torch.tensor(float(group[key]), dtype=torch.float64) for name, group, key in _scheduled(exchange)}
+    tensors[f"{prefix}/has_result"] = torch.tensor([has_result])
+    tensors |= {name: torch.tensor(float(group[key]), dtype=torch.float64) for name, group, key in _scheduled(exchange)}
     for block_group in all_block_groups(make_buckets(exchange.param_groups, exchange.config)):
         for slot in block_group.slots:
             param, name = params[slot.param], f"{prefix}/{names[slot.param]}"
             if keeps_residuals(block_group, exchange.config):
-                found[f"{name}/residual"] = exchange.residuals.read(param).clone()
+                tensors[f"{name}/residual"] = exchange.residuals.read(param).clone()
             if isinstance(optimizer, DeMo) and not block_group.spec.is_matrix:
                 moments = optimizer.moments(param)
-                found |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
+                tensors |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
             if exchange.config.delay:
                 zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
-                found[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
-    return found
+                tensors[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
+    return tensors
 
 
 @torch.no_grad()
 def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, Tensor]) -> None:
-    """Take back what `rank_tensors` gave on this rank.
+    """Load what `rank_tensors` returned on this rank.
 
     Args:
         optimizer: over the same parameters, with the same options.
-        tensors: by the names that `rank_tensors` gives; those of other ranks may be among them.
+        tensors: by name; those of other ranks are ignored.
 
     Raises:
-        UserError: as of `rank_tensors`; tensors of other ranks alone, of another number of processes, or of other
-            parameters, shapes or options; nothing has been loaded.
+        UserError: not a DeMo or a MomentumExchange; tensors of other ranks only, of another number of processes, or of
+            other parameters, shapes or options; nothing has been loaded.
     """
-    wanted, exchange = rank_tensors(optimizer), _exchange_of(optimizer)
-    for name, like in wanted.items():
+    expected, exchange = rank_tensors(optimizer), _get_exchange(optimizer)
+    for name, like in expected.items():
         if name not in tensors or tensors[name].shape != like.shape:
             given = tuple(tensors[name].shape) if name in tensors else "nothing"
             raise UserError(
@@ -87,8 +87,8 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
                 "with the same model and options"
             )
 
-    def taken(name: str) -> Tensor:
-        return tensors[name].to(wanted[name].device, copy=True)
+    def load_copy(name: str) -> Tensor:
+        return tensors[name].to(expected[name].device, copy=True)
 
     prefix = f"rank{_rank()}"
     if (saved := int(tensors[f"{prefix}/{_PROCESSES}"])) != _processes():
@@ -109,19 +109,21 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
             group["steps"] = exchange.step
             group["dense_set"] = group["dense_lr"]
     names = parameter_names(exchange.param_groups)
-    residuals = {name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in wanted}
+    residuals = {
+        name: tensors[f"{prefix}/{name}/residual"] for name in names if f"{prefix}/{name}/residual" in expected
+    }
     exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
     has_result = bool(tensors[f"{prefix}/has_result"])
     for param, name in zip(all_parameters(exchange.param_groups), names, strict=True):
         state = exchange.state.setdefault(param, {})
         state.pop("pending", None)
-        if has_result and f"{prefix}/{name}/result" in wanted:
-            state["pending"] = taken(f"{prefix}/{name}/result")
-        if f"{prefix}/{name}/{MOMENTS[0]}" in wanted:
-            state |= {key: taken(f"{prefix}/{name}/{key}") for key in MOMENTS}
+        if has_result and f"{prefix}/{name}/result" in expected:
+            state["pending"] = load_copy(f"{prefix}/{name}/result")
+        if f"{prefix}/{name}/{MOMENTS[0]}" in expected:
+            state |= {key: load_copy(f"{prefix}/{name}/{key}") for key in MOMENTS}
 
 
-def _exchange_of(optimizer: DeMo | MomentumExchange) -> MomentumExchange:
+def _get_exchange(optimizer: DeMo | MomentumExchange) -> MomentumExchange:
     if isinstance(optimizer, MomentumExchange):
         return optimizer
     if not isinstance(optimizer, DeMo):
@@ -130,7 +132,7 @@ def _exchange_of(optimizer: DeMo | MomentumExchange) -> MomentumExchange:
 
 
 def _scheduled(exchange: MomentumExchange) -> list[tuple[str, dict[str, Any], str]]:
-    """The numbers among the options of groups: their names here, the groups and the keys."""
+    """Return (name, group, key) of each scheduled option of each group."""
     return [
         (f"rank{_rank()}/group{number}/{key}", group, key)
         for number, group in enumerate(exchange.param_groups)
@@ -144,5 +146,5 @@ def _processes() -> int:
 
 
 def _rank() -> int:
-    """Among all processes: those of several shards have one rank among their replicas."""
+    """Return the global rank: the shards of one replica share their rank among the replicas."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -31,9 +31,9 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else 
 
 
 def allreduce_wire_bytes(num_bytes: int, world_size: int) -> int:
-    """Bytes that one process sends when `num_bytes` are all-reduced over a ring of `world_size` processes.
+    """Return the bytes that one process sends in an all-reduce of `num_bytes` over a ring of `world_size` processes.
 
-    The payload is cut into `world_size` pieces, each process sends one piece in each of 2 (world_size - 1) turns.
+    The payload has `world_size` pieces, and each process sends one piece in each of 2 (world_size - 1) rounds.
     """
     return 0 if world_size < 2 else 2 * (world_size - 1) * num_bytes // world_size
 
@@ -42,13 +42,13 @@ class AllReduce(GradientExchange):
     """Average gradients over all processes of the default process group.
 
     Collectives: one all-reduce per bucket in each step, started from the backward pass of the last micro-batch; one
-    broadcast of the parameters in `prepare`. With `find_unused_parameters` one more all-reduce in each step, of which
-    parameters were used.
+    broadcast of the parameters in `prepare`. With `find_unused_parameters` another all-reduce in each step marks the
+    used parameters.
 
     Args:
         bucket_mb: size of one bucket in MiB.
-        find_unused_parameters: whether some parameters may get no gradient in a pass, which takes a walk over its graph
-            to find out; they keep none where they get one on no process. Without it such a pass is refused.
+        find_unused_parameters: True to search the graph of each pass for parameters without a gradient; they have none
+            afterwards if they get one on no process. Without it, such a pass is an error.
     """
 
     needs_warm_up_pass = True
@@ -92,8 +92,8 @@ class AllReduce(GradientExchange):
         """
         if self._bytes < self._all_bytes:
             raise UserError(
-                f"{self._without_gradient()} got no gradient, and what goes with them was not averaged; let them be "
-                "looked for in each step with comm.find_unused_parameters: true, or train on one process"
+                f"{self._without_gradient()} got no gradient, so that other gradients were not averaged either; set "
+                "comm.find_unused_parameters: true to search for such parameters in each step, or train on one process"
             )
         self.wire_bytes = allreduce_wire_bytes(self._bytes, dist.get_world_size())
         self.exposed_s = max(0.0, time.perf_counter() - self._last_ready)
@@ -124,36 +124,36 @@ def _average(
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, process_group: Any = None) -> int:
-    """Give all replicas the mean of their buffers, such as the running statistics of batch normalisation.
+    """Replace the buffers of all replicas by their mean, such as the running statistics of batch normalization.
 
-    Of the buffers that are saved, those of real numbers: others are counters and masks, which are alike. The mean of a
-    buffer is over the replicas on which it is finite; where it is on none, it stays. Call it before an evaluation or a
-    checkpoint, on all replicas. Collective: one all-reduce for each dtype among them.
+    Only saved floating-point buffers are averaged: others are counters and masks, which are the same on all replicas.
+    The mean of a buffer is over the replicas on which it is finite; if there is none, it stays. Call this on all
+    replicas before an evaluation or a checkpoint. Collective: one all-reduce for each dtype.
 
     Args:
         model: the same on all replicas.
-        process_group: of the replicas, or a mesh of one dim; default all processes.
+        process_group: group of the replicas, or a mesh of one dim; default all processes.
 
     Returns:
-        Bytes that this process sent.
+        The bytes that this process sent.
     """
     replicas = as_replica_group(process_group)
     replicas.reset_wire_bytes()
-    found = [
+    buffers = [
         to_local(value)
         for module in model.modules()
         for name, value in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module) and value.is_floating_point()
     ]
-    for dtype in sorted({value.dtype for value in found}, key=str):
-        parts = [value for value in found if value.dtype == dtype]
-        sound = torch.stack([value.isfinite().all() for value in parts])
-        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(sound, parts, strict=True)]
+    for dtype in sorted({value.dtype for value in buffers}, key=str):
+        parts = [value for value in buffers if value.dtype == dtype]
+        is_finite = torch.stack([value.isfinite().all() for value in parts])
+        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(is_finite, parts, strict=True)]
         sizes = [value.numel() for value in parts]
-        *means, share = torch.split(replicas.all_reduce_mean(torch.cat([*sent, sound.to(dtype)])), [*sizes, len(parts)])
-        for value, mean, number in zip(
-            parts, means, (share.float() * replicas.world_size).round().tolist(), strict=True
-        ):
-            if number:
-                value.copy_(mean.view_as(value) * (replicas.world_size / number))
+        averaged = replicas.all_reduce_mean(torch.cat([*sent, is_finite.to(dtype)]))
+        *means, share = torch.split(averaged, [*sizes, len(parts)])
+        counts = (share.float() * replicas.world_size).round().tolist()  # replicas on which each buffer is finite
+        for value, mean, count in zip(parts, means, counts, strict=True):
+            if count:
+                value.copy_(mean.view_as(value) * (replicas.world_size / count))
     return replicas.wire_bytes

@@ -24,13 +24,13 @@ _GUARDED: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def refuse_reduction(model: DistributedDataParallel) -> None:
-    """Let a backward pass outside of `model.no_sync()` raise a UserError.
+    """Make a backward pass outside of `model.no_sync()` raise a UserError.
 
-    With `MomentumExchange` or `DeMo` every backward pass belongs into `no_sync()`, that of the last micro-batch too:
-    gradients that were averaged already make a run that looks right and sends everything. A second call does nothing.
+    With `MomentumExchange` or `DeMo`, every backward pass must be in `no_sync()`, also that of the last micro-batch:
+    with averaged gradients a run looks right but sends everything. A second call does nothing.
 
     Args:
-        model: from now on without any other communication hook.
+        model: without another communication hook.
 
     Example:
         >>> model = DistributedDataParallel(module)  # doctest: +SKIP
@@ -64,25 +64,25 @@ def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Mod
     """Search the memory for modules that reduce the gradients of some parameters. No communication.
 
     Args:
-        params: what is to be exchanged.
+        params: parameters of the exchange.
         ranks: global ranks of the processes of the exchange, if they are known.
 
     Returns:
         DistributedDataParallel and DeepSpeed engines over several of these ranks.
 
     Raises:
-        UserError: FSDP1 holds the parameters: each rank has a shard, and no whole replica to exchange.
+        UserError: FSDP1 holds the parameters, so that each rank has a shard instead of a full replica.
     """
     ids, between = {id(param) for param in params}, set(ranks)
     is_wrapper: dict[type, bool] = {}
     found: list[nn.Module] = []
     for each in gc.get_objects():
-        kind = type(each)
-        if kind not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
-            is_wrapper[kind] = issubclass(kind, nn.Module) and bool(_WRAPPERS & _names_of(kind))
-        if is_wrapper[kind] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
+        cls = type(each)
+        if cls not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
+            is_wrapper[cls] = issubclass(cls, nn.Module) and bool(_WRAPPERS & _class_names(cls))
+        if is_wrapper[cls] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
             found.append(each)
-            if _FSDP1 in _names_of(kind):
+            if _FSDP1 in _class_names(cls):
                 raise UserError(
                     "the model is in FullyShardedDataParallel, which averages gradients and leaves each process a "
                     "shard. Use FSDP2: fully_shard(model, mesh=mesh['shard']), and process_group=mesh['replicate'] for "
@@ -92,8 +92,8 @@ def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Mod
 
 
 def find_averaging(wrapper: nn.Module) -> Averaging:
-    """Return if a wrapper has averaged the gradients of the last backward pass."""
-    if _DEEPSPEED in _names_of(type(wrapper)):
+    """Return the certainty that a wrapper averaged the gradients of the last backward pass."""
+    if _DEEPSPEED in _class_names(type(wrapper)):
         return Averaging.PERHAPS
     if not getattr(wrapper, "require_forward_param_sync", True):  # the last forward pass ran in no_sync()
         return Averaging.NO
@@ -103,12 +103,12 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
     return Averaging.PERHAPS if hooks else Averaging.YES
 
 
-def _names_of(kind: type) -> set[str]:
-    return {base.__name__ for base in kind.__mro__}
+def _class_names(cls: type) -> set[str]:
+    return {base.__name__ for base in cls.__mro__}
 
 
 def _spans(wrapper: nn.Module, ranks: set[int]) -> bool:
-    """True if a wrapper communicates between several of these ranks, or if that is unknown."""
+    """Return True if a wrapper communicates between several of these ranks, or if that is unknown."""
     group = getattr(wrapper, "process_group", None)
     try:
         return not ranks or len(ranks & set(dist.get_process_group_ranks(group))) > 1

@@ -1,15 +1,14 @@
-"""Replicas that take several optimizer steps of their own between exchanges: DiLoCo, and SparseLoCo.
+"""Local optimizer steps between exchanges: DiLoCo and SparseLoCo.
 
-Every replica steps its own optimizer H times. Then, with p0 the parameters that all had and p what a replica has now:
+Every replica steps its own optimizer H times. Then, with p0 the common parameters of before and p those of the replica:
 
     d   =  p0 - p                        pseudo-gradient, different on each replica
-    D   =  exchange(d)                   the mean over replicas, in full or of few components with error feedback
+    D   =  exchange(d)                   mean over replicas: dense, or of a few components with error feedback
     p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
     p   <-  p0
 
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
-largest components of each block, without a transform and without outer momentum, which the decaying residual is in its
-place.
+largest components of each block, without a transform and without outer momentum: the decaying residual takes its role.
 
 Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
 """
@@ -34,34 +33,35 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "values", "residual"})
-"""Options of the exchange of matrices by blocks."""
+_SELECTION_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
+"""Options that have an effect only with selection."""
 
 
 class LocalSteps:
-    """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
+    """Optimizer that steps each replica locally and synchronizes the replicas every `sync_every` steps.
 
-    A step whose gradients are NaN or Inf is left out on its replica. What is frozen between two exchanges goes back to
-    what all replicas had after the first.
+    A step with NaN or Inf gradients is skipped on its replica. A parameter that is frozen between two exchanges is
+    reset to its value after the first.
 
-    It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`.
-    Schedules of the learning rate belong to the inner optimizer.
+    Use it as an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning rate
+    schedules belong to the inner optimizer.
 
     Args:
-        inner: steps the parameters of this replica; any optimizer, with gradients that were not averaged.
+        inner: any optimizer of this replica's parameters; gradients must not be averaged.
         exchange: over the same parameters, with `sync_every=1`.
-        sync_every: H.
-        outer_lr, outer_momentum: of the outer SGD; its momentum is Nesterov's.
+        sync_every: local steps H between exchanges.
+        outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
 
     Attributes:
-        wire_bytes: what this process sent in the last step, 0 but for every H-th.
+        wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
 
     Raises:
         UserError: a value out of range, an exchange over other parameters or at other times, or a `TorchFTGroup`;
-            in a step, a parameter that a `RankAdapter` has cut: it chooses ranks by gradients, which are not shared.
+            in a step, a parameter that a `RankAdapter` has sliced: it selects ranks by gradients, which differ between
+            replicas.
     """
 
-    _step_supports_amp_scaling = True  # so that a scaler leaves out no step, which are counted
+    _step_supports_amp_scaling = True  # a scaler skips no step: steps are counted
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class LocalSteps:
         for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
             given = getattr(exchange.config, name)
             if given != usual:
-                raise UserError(f"{name}={given} is for an exchange at every step, not for local steps; leave it out")
+                raise UserError(f"{name}={given} is for an exchange in every step, not for local steps; leave it out")
         if not exchange.replicas.is_static:
             raise UserError(
-                "local steps are for replicas that stay: one that comes, or was away, would lack what the others "
+                "local steps need a fixed set of replicas: a joining replica would lack the parameters that the others "
                 "started from. With a TorchFTGroup use sc.DeMo"
             )
         nesterov = outer_momentum > 0.0
@@ -102,7 +102,7 @@ class LocalSteps:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer."""
+        """Parameter groups of the inner optimizer."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
@@ -111,7 +111,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step of the inner optimizer; every H-th time replicas come together after it.
+        """Take a step of the inner optimizer, and every H-th time synchronize the replicas after it.
 
         Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; of sharded
         parameters one all-reduce of 4 bytes for each dim of their mesh.
@@ -123,8 +123,8 @@ class LocalSteps:
             to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)
         ):
             raise UserError(
-                "a parameter has another shape than when local steps began: ranks that a RankAdapter brings down would "
-                "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
+                "a parameter has another shape than when local steps began: with a RankAdapter each replica would "
+                "select ranks by its own gradients. Use sc.DeMo or sc.MomentumExchange with it"
             )
         self.exchange.check_gradients()
         if (scale := grad_scale(self)) is not None:
@@ -133,7 +133,7 @@ class LocalSteps:
         if all_agree(self._params, finite):
             self.inner.step()
         else:
-            logger.warning("local step %d is left out: a gradient of this replica is NaN or Inf", self.steps + 1)
+            logger.warning("local step %d is skipped: a gradient of this replica is NaN or Inf", self.steps + 1)
         self.steps += 1
         self.wire_bytes = 0
         if self.steps % self.sync_every:
@@ -141,9 +141,9 @@ class LocalSteps:
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = to_local(param)
             moved = anchor - part
-            part.copy_(anchor)  # what replicas compare, and where the outer step begins
+            part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
             param.grad = None
-            if param.requires_grad:  # what is frozen is not exchanged, and may not move on one replica alone
+            if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
                 param.grad = as_gradient(moved, param)
         self.exchange.exchange()
         self.wire_bytes = self.exchange.wire_bytes
@@ -153,7 +153,7 @@ class LocalSteps:
             anchor.copy_(to_local(param))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this replica needs to go on."""
+        """Return the state of this replica."""
         return {
             "inner": self.inner.state_dict(),
             "outer": self.outer.state_dict(),
@@ -164,7 +164,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this replica.
+        """Load what `state_dict` returned on this replica.
 
         Raises:
             UserError: another kind of state.
@@ -187,25 +187,25 @@ def diloco(
     outer_momentum: float = 0.9,
     **options: Any,
 ) -> LocalSteps:
-    """DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
+    """Return DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
 
     Args:
         inner: the optimizer of this replica, AdamW in the paper.
         groups: the same parameters, or groups of them.
         sync_every: 500 in the paper.
-        outer_lr, outer_momentum: of the outer optimizer, the paper's.
+        outer_lr, outer_momentum: of the outer optimizer; the defaults are the paper's.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
     Returns:
-        The optimizer of this replica, in place of `inner`.
+        The optimizer of this replica, to be used instead of `inner`.
 
     Raises:
-        UserError: an option of what is selected, which here is everything; and as of `LocalSteps`.
+        UserError: an option that concerns selection; and as `LocalSteps`.
     """
-    if unused := sorted(_OF_A_SELECTION & set(options)):
+    if unused := sorted(_SELECTION_OPTIONS & set(options)):
         raise UserError(
-            f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or take "
-            "sparseloco; the format is dense="
+            f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or use "
+            "sparseloco; set the format by dense="
         )
     kept = ("params", "param_names")
     dense_groups = [
@@ -223,7 +223,7 @@ def sparseloco(
     outer_lr: float = 1.0,
     **options: Any,
 ) -> LocalSteps:
-    """SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 numbers every `sync_every` steps, with error feedback.
+    """Return SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 elements every `sync_every` steps.
 
     Args:
         inner: the optimizer of this replica.
@@ -233,10 +233,10 @@ def sparseloco(
         options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
 
     Returns:
-        The optimizer of this replica, in place of `inner`.
+        The optimizer of this replica, to be used instead of `inner`.
 
     Raises:
-        UserError: as of `LocalSteps` and `MomentumExchange`.
+        UserError: as `LocalSteps` and `MomentumExchange`.
     """
     defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
     untransformed = [{**group, "transform": "none"} for group in make_groups(groups, {})]

@@ -293,14 +293,14 @@ def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     noise = None
     if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)
-        noise = torch.rand(rows.shape, generator=generator, device=value.device)
+        noise = torch.rand(rows.shape, generator=generator, dtype=torch.float32, device=value.device)
     codes = INT8.encode(rows, scale, noise).to(torch.int8)
     return join_blocks(codes, value.numel()).view(value.shape).clone(), scale
 
 
 def decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the fp32 values of codes and scales."""
-    values = INT8.decode(split_blocks(codes.flatten(), ROW), scale)
+    values = INT8.decode(split_blocks(codes.flatten(), ROW).float(), scale)
     return join_blocks(values, codes.numel()).view(codes.shape)
 
 

@@ -1,11 +1,11 @@
-"""Work that goes on beside the training: one thread that does what it is given, in order.
+"""Background thread that runs exchanges in order while training goes on.
 
-An exchange is two turns of messages with decoding between them, which no collective of PyTorch does by itself. In a
-thread, over a process group that nothing else uses, it needs no other form than in the open: gloo and NCCL let go of
-Python's lock while they wait. On a GPU the thread has a stream of its own.
+An exchange by owners is two collectives with decoding between them, which PyTorch's asynchronous collectives cannot
+express. In a thread with its own process group the same code works: gloo and NCCL release Python's lock while they
+wait. On a GPU the thread has its own stream.
 
-A process that ends first waits for what was submitted: a thread that comes back from a collective while the interpreter
-shuts down aborts the process.
+An ending process waits for the submitted tasks: a thread that returns from a collective while the interpreter shuts
+down aborts the process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 WAIT_S = 10.0
-"""How long a process that ends waits for the thread: longer than a message takes, and not for a peer that is gone."""
+"""Seconds that an ending process waits for the thread: enough for a message, but not for a peer that is gone."""
 
 
 class Task(Generic[Result]):
-    """Something that the thread does; `result` waits for it."""
+    """Task of the thread; `result` waits for it."""
 
     def __init__(self, work: Callable[[], Result], device: torch.device) -> None:
         self._work, self._device = work, device
@@ -39,7 +39,7 @@ class Task(Generic[Result]):
             self._ready = torch.cuda.current_stream(device).record_event()
 
     def run(self, stream: Any) -> None:
-        """Do it, on a stream that waits for what was there when the task was made."""
+        """Run the task, on a stream that waits for the work that was queued when the task was made."""
         try:
             with torch.no_grad():
                 if self._ready is None:
@@ -54,10 +54,10 @@ class Task(Generic[Result]):
             self._future.set_exception(error)
 
     def result(self, tensors: Callable[[Result], Iterable[Tensor]]) -> Result:
-        """What came of it; raises what it raised.
+        """Return the result of the task, or raise its error.
 
         Args:
-            tensors: those of the result that are used afterwards, on the current stream.
+            tensors: yields the tensors of the result, which the current stream uses next.
         """
         found = self._future.result()
         if self._done is not None:
@@ -72,23 +72,23 @@ Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
 
 
 class Background:
-    """The thread, which ends after what it was given: when this is collected, or with the process, within `WAIT_S`."""
+    """Background thread. It ends after its tasks once this object is collected, or with the process within `WAIT_S`."""
 
     def __init__(self) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
         _running[thread] = self._tasks
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # before what the process had registered until now
+        atexit.register(_end_all)  # runs before the handlers that were registered until now
         thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
-        """Do something after all that was submitted before.
+        """Run a task after all earlier ones.
 
         Args:
             work: called in the thread, without gradients.
-            device: of the tensors that it uses.
+            device: of its tensors.
         """
         task = Task(work, device)
         self._tasks.put(task)
@@ -105,7 +105,7 @@ def _run(tasks: Tasks) -> None:
         if device.type == "cuda" and device not in streams:
             streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         task.run(streams.get(device))
-        del task  # which holds tensors
+        del task  # it holds tensors
     _running.pop(threading.current_thread(), None)
 
 

@@ -1,9 +1,9 @@
-"""Who did not answer: an error of a collective says that something took too long, and not whom it waited for.
+"""Find the ranks that do not answer: an error of a collective says that it timed out, but not which rank is missing.
 
-Every process that such an error reaches leaves a note in the store of the process group. After a while, whoever has
-left none is silent: stopped, killed, or cut off; or still in a collective. Of four and more processes around a ring
-only the neighbours of one that dies hear of it at once. The others wait until those leave, or for the whole timeout,
-and nothing wakes them: gloo keeps its connections as long as the process (PyTorch 2.13, `abort` and `shutdown` too).
+Every process that sees such an error writes a note to the store of the process group. After `WAIT_S`, processes without
+a note are silent: stopped, killed, disconnected, or still in a collective. With four or more processes in a ring, only
+the neighbors of a dead process see an error at once. The others wait until those leave, or for the timeout, and nothing
+wakes them: gloo keeps its connections as long as the process lives (PyTorch 2.13, even with `abort` and `shutdown`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from scantling.errors import SilentPeerError, first_line
 from scantling.numerics.torch_private import default_store
 
 WAIT_S = 10.0
-"""How long notes of the others are waited for."""
+"""Seconds to wait for the notes of the other processes."""
 _SIGNS = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
 
 @contextmanager
 def name_silent_ranks(group: Any = None) -> Iterator[None]:
-    """Context of collectives: an error of the network becomes one that names the silent processes.
+    """Context of collectives that turns a network error into one that names the silent ranks.
 
     Args:
-        group: whose collectives they are; default all processes.
+        group: process group of the collectives; default all processes.
 
     Raises:
-        SilentPeerError: a time-out or a connection that broke.
+        SilentPeerError: a timeout or a broken connection.
     """
     try:
         yield
@@ -42,10 +42,10 @@ def name_silent_ranks(group: Any = None) -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized() or not _SIGNS.search(str(error)):
             raise
-        raise SilentPeerError(_explained(error, group)) from error
+        raise SilentPeerError(_describe(error, group)) from error
 
 
-def _explained(error: RuntimeError, group: Any) -> str:
+def _describe(error: RuntimeError, group: Any) -> str:
     first = first_line(error)
     advice = "Start the run again from its last checkpoint; all processes must be started together"
     silent = find_silent_ranks(WAIT_S, group)
@@ -61,28 +61,28 @@ def _explained(error: RuntimeError, group: Any) -> str:
 
 
 def find_silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
-    """The processes that have not come here too, by their ranks among all; None where the store does not answer either.
+    """Return the global ranks that have not reported this failure; None if the store does not answer.
 
-    Where it has answered, and is gone later, what was known last.
+    If the store stops answering later, the last known ranks are returned.
 
     Args:
-        wait_s: how long they are waited for.
-        group: of those that should come; others have heard of no error.
+        wait_s: seconds to wait for the others.
+        group: process group whose members should report.
     """
-    found: list[list[int]] = []
-    asking = threading.Thread(target=_not_there, args=(wait_s, group, found), daemon=True)
+    silent: list[list[int]] = []
+    asking = threading.Thread(target=_poll_store, args=(wait_s, group, silent), daemon=True)
     asking.start()
-    asking.join(1.5 * wait_s)  # what asks a store that is stopped waits for ever, whatever its timeout
-    return found[0] if found else None
+    asking.join(1.5 * wait_s)  # a request to a stopped store blocks forever, whatever its timeout
+    return silent[0] if silent else None
 
 
 def record_failure() -> None:
-    """Leave the note of a process that heard of an error, or had one itself."""
+    """Write the note of this process, which saw an error or had one itself."""
     default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
 
 
-def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
-    """Keep in a list what is known, which is nothing where the store is gone from the start."""
+def _poll_store(wait_s: float, group: Any, result: list[list[int]]) -> None:
+    """Put the silent ranks known so far into `result`, which stays empty if the store never answers."""
     store = default_store()
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
@@ -90,5 +90,5 @@ def _not_there(wait_s: float, group: Any, found: list[list[int]]) -> None:
         record_failure()
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
-            found[:] = [silent]
+            result[:] = [silent]
             time.sleep(0.1)

@@ -1,10 +1,10 @@
-"""Bytes between the processes of a group: what DeMo's messages travel over.
+"""Collectives between replicas, with a count of the bytes that this process sends.
 
     all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
-    all_to_all(m_1..N)  process j gets message j of all; each sends (N - 1) of them
-    broadcast(m)        (N - 1) |m| in all, which are counted as if each sent a share
+    all_to_all(m_1..N)  process j gets message j of all; each sends N - 1 messages
+    broadcast(m)        (N - 1) |m| in total, counted as an equal share of each process
 
-Alone, or without a process group, nothing is sent and everything works.
+With one process, or without a process group, nothing is sent.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 
 class ReplicaGroup:
-    """A process group, and a count of what this process sent.
+    """Process group of the replicas, with a count of sent bytes.
 
     Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
-    A group that was there and is gone is a UserError: a replica would train on alone.
+    A destroyed group raises a UserError, since the replica would otherwise train alone.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
+        group: a process group, a one-dimensional device mesh, or None for the default group if there is one.
 
     Attributes:
-        wire_bytes: sent by this process since `start`.
-        step: that all replicas are at, where something other than the exchange counts them; else None.
-        generation: another one whenever other processes take part.
-        stays: whether the processes are the same from the start to the end.
+        wire_bytes: bytes that this process sent since `reset_wire_bytes`.
+        step: steps of all replicas, if the group counts them; else None.
+        generation: changes with the members of the group.
+        is_static: True if the members never change.
 
     Raises:
-        UserError: a mesh of several dims, or something else.
+        UserError: a mesh of several dims, or another type.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -68,10 +68,7 @@ class ReplicaGroup:
         self._had_group = group is not None or dist.is_initialized()
 
     def clone(self) -> ReplicaGroup:
-        """A replicas between the same processes that nothing else uses. Collective: a new process group.
-
-        Its timeout is that of the group it is made of.
-        """
+        """Return a new group of the same processes, with the same timeout. Collective: a new process group."""
         if self.world_size == 1:
             return ReplicaGroup(self.group)
         ranks = dist.get_process_group_ranks(self.group)
@@ -87,30 +84,30 @@ class ReplicaGroup:
 
     @property
     def quorum_id(self) -> int:
-        """Of the membership, alike on all who take part; 0 where the processes stay the same."""
+        """Id of the membership, the same on all members; 0 if the members never change."""
         return 0
 
     @property
     def world_size(self) -> int:
-        """Processes in the group."""
+        """Number of processes in the group."""
         return dist.get_world_size(self.group) if self._has_group() else 1
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group) if self._has_group() else 0
 
     @property
     def ranks(self) -> list[int]:
-        """Of the processes in the group, counted among all there are."""
+        """Global ranks of the processes in the group."""
         return dist.get_process_group_ranks(self.group) if self._has_group() else []
 
     def reset_wire_bytes(self) -> None:
-        """Begin to count anew."""
+        """Reset the count of sent bytes."""
         self.wire_bytes = 0
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        """The messages of all ranks, in order. Collective: one all-gather.
+        """Return the messages of all ranks, in order. Collective: one all-gather.
 
         Args:
             message: (n,), of the same length and dtype on all ranks.
@@ -123,10 +120,10 @@ class ReplicaGroup:
         return list(whole)
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """What each rank has for this one, in order. Collective: one all-to-all.
+        """Return the messages of all ranks for this one, in order. Collective: one all-to-all.
 
         Args:
-            messages: for rank 0, 1, ..., all (n,) of one length.
+            messages: for ranks 0, 1, ..., each (n,) of the same length.
         """
         if self.world_size == 1:
             return list(messages)
@@ -137,7 +134,7 @@ class ReplicaGroup:
         return list(found)
 
     def all_reduce_mean(self, values: Tensor) -> Tensor:
-        """The mean over all ranks, in place. Collective: one all-reduce."""
+        """Replace values by their mean over all ranks, and return them. Collective: one all-reduce."""
         if self.world_size > 1:
             self._all_reduce(values)
             self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
@@ -145,7 +142,7 @@ class ReplicaGroup:
         return values
 
     def broadcast(self, values: Tensor, source: int) -> None:
-        """Give all ranks the values of one, in place. Collective: one broadcast.
+        """Overwrite the values on all ranks by those of one. Collective: one broadcast.
 
         Args:
             source: rank in the group.
@@ -155,10 +152,10 @@ class ReplicaGroup:
             self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
 
     def all_gather_strings(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
-        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
+        """Return the strings of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
 
         Args:
-            device: of the tensors that are sent, since a group may have a backend for one kind of device alone.
+            device: of the tensors to send, since a group may support one device type only.
         """
         if self.world_size == 1:
             return [list(texts)]
@@ -170,11 +167,11 @@ class ReplicaGroup:
         return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
 
     def handle_error(self, error: SilentPeerError) -> None:
-        """Raise the error, unless the step it broke can be left out."""
+        """Raise the error of a broken step; a subclass may skip the step instead."""
         raise error
 
     def should_commit(self) -> bool:
-        """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
+        """Return True if the result of a step is to be applied; called once after the exchange of each step."""
         return True
 
     def _has_group(self) -> bool:
@@ -183,7 +180,7 @@ class ReplicaGroup:
         elif self._had_group:
             raise UserError(
                 "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
-                "before it"
+                "before that"
             )
         elif (count := world_size_from_env()) > 1:
             _warn_without_group(count)
@@ -207,13 +204,13 @@ class ReplicaGroup:
 
 
 def as_replica_group(group: Any) -> ReplicaGroup:
-    """The replicas itself, or one over a process group, a mesh or None."""
+    """Return a `ReplicaGroup` over a process group, a mesh or None; a `ReplicaGroup` is returned itself."""
     return group if isinstance(group, ReplicaGroup) else ReplicaGroup(group)
 
 
 @functools.cache
 def _warn_without_group(world_size: int) -> None:
-    """Once for each process."""
+    """Warn once per process that WORLD_SIZE is set but there is no process group."""
     logger.warning(
         "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "
         "torch.distributed.init_process_group() before the first step",
@@ -223,7 +220,7 @@ def _warn_without_group(world_size: int) -> None:
 
 @functools.cache
 def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
-    """Once for each: a mesh makes its groups with the default of their backend, whatever the first group was given."""
+    """Warn once if a mesh's group waits longer than the default group: a mesh ignores the timeout given to that."""
     if own is not None and usual is not None and own > usual and dist.get_rank() == 0:
         logger.warning(
             "the group of this mesh waits %s for a process that does not answer, where init_process_group was given "
@@ -233,7 +230,7 @@ def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """How long a group waits; None, which is the default of the backend, where it does not say."""
+    """Return the timeout of a group; None if it is unknown."""
     group = dist.group.WORLD if group is None else group
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):

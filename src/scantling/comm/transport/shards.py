@@ -1,4 +1,4 @@
-"""The part of a tensor that this process holds, and whether it can be sent."""
+"""Local shards of tensors, and checks of their values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from scantling.numerics.torch_private import foreach_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, without a gradient."""
+    """Return the local shard of a tensor, detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the gradient of a parameter: of its dtype, placed as it is, and laid out as it is in memory.
+    """Return a local tensor as the gradient of a parameter, with its dtype, placements and strides.
 
-    Fused optimizers read a gradient in the order in which the numbers of its parameter lie.
+    Fused optimizers read the elements of a gradient in the memory order of its parameter.
     """
     cast, part = value.to(param.dtype), to_local(param)
     if cast.stride() != part.stride():
@@ -35,10 +35,10 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
 
 
 def match_placements(param: Tensor) -> None:
-    """Place the gradient of a parameter as the parameter is placed.
+    """Redistribute the gradient of a parameter to the placements of the parameter.
 
-    Under tensor and sequence parallelism each process can hold a part of the sum that is the gradient of a parameter
-    which all of them hold whole. Collectives: those of the placements that differ; none with FSDP2 alone.
+    Under tensor and sequence parallelism, the gradient of a replicated parameter can be a partial sum on each process.
+    Collectives: those of placements that differ; none with FSDP2 only.
     """
     gradient = param.grad
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
@@ -46,37 +46,37 @@ def match_placements(param: Tensor) -> None:
 
 
 def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
-    """See that an exchange goes between replicas, and not between the parts of one.
+    """Raise if an exchange would be between shards of one replica instead of between replicas.
 
     Args:
-        params: some of them sharded.
-        ranks: of the processes of the exchange.
+        params: sharded or not.
+        ranks: global ranks of the processes of the exchange.
 
     Raises:
-        UserError: processes that share a mesh of a parameter are to exchange with each other.
+        UserError: several of these processes are on one mesh of a parameter.
     """
     between = set(ranks)
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
         shared = sorted(between & set(mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise UserError(
-                f"parameters are sharded over a mesh of which ranks {', '.join(map(str, shared))} would exchange with "
-                "each other as if each had a whole replica; give the exchange the group of those with one shard, such "
-                "as process_group=mesh['replicate'], and fully_shard mesh['shard'] alone"
+                f"parameters are sharded over a mesh of ranks {', '.join(map(str, shared))}, which would exchange with "
+                "each other as if each had a full replica; give the exchange the group of processes with the same "
+                "shard, such as process_group=mesh['replicate'], and use fully_shard with mesh['shard']"
             )
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether no number is NaN or Inf, nor the sum of all magnitudes of a tensor.
+    """Return True if all elements, and the sum of magnitudes of each tensor, are finite in bf16.
 
-    What is finite but as large as that becomes Inf on its way, in a mean or in the rounding to fewer bits.
+    Larger sums would become Inf in a mean or when they are rounded to a message format.
     """
     filled = [value for value in values if value.numel() and value.is_floating_point()]
     return _norms_at_most(filled, 2, float("inf")) or _norms_at_most(filled, 1, torch.finfo(torch.bfloat16).max)
 
 
 def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
-    """Whether all norms are finite and at most so large; that of order 2 is several times as fast as others."""
+    """Return True if all norms are finite and at most `most`; order 2 is several times faster than others."""
     if not values:
         return True
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
@@ -85,17 +85,17 @@ def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
 
 
 def all_agree(params: Iterable[Tensor], value: bool) -> bool:
-    """Whether it is so on all processes that share parameters of this replica.
+    """Return True if `value` is True on all processes that share parameters of this replica.
 
     Collectives: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
 
     Raises:
-        SilentPeerError: one of them does not answer.
+        SilentPeerError: a process does not answer.
     """
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
         found = torch.tensor([float(value)], device=mesh.device_type)
         for group in mesh.get_all_groups():
             with name_silent_ranks(group):
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-                value = bool(found)  # a GPU is waited for here, so that its errors come here too
+                value = bool(found)  # waits for a GPU, so that its errors are raised here
     return value

@@ -1,9 +1,8 @@
-"""Replicas that die, and come, while the others train on: the exchange under a manager of torchft.
+"""Fault-tolerant replica group: replicas may fail and join while the others train, under a manager of torchft.
 
-The manager (`torchft.Manager`) finds out before every step who takes part. Where an exchange breaks, because somebody
-died or was stopped in it, nothing of it is applied, and the gradients of that step stay in the residuals of those that
-are left, where there are residuals. Who comes, or was away, takes weights and optimizer state from one that is there,
-and begins with residuals of zero.
+The manager (`torchft.Manager`) determines the members before every step. If an exchange breaks, because a replica died
+or was stopped, nothing of it is applied, and the gradients of the step stay in the residuals of the remaining replicas.
+A joining replica copies weights and optimizer state from a running one, and starts with residuals of zero.
 
     manager = torchft.Manager(pg=group, load_state_dict=None, state_dict=None, min_replica_size=1,
                               use_async_quorum=False, timeout=timedelta(seconds=10))
@@ -34,20 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFTGroup(ReplicaGroup):
-    """What replicas exchange over whose number a `torchft.Manager` decides at every step.
+    """Group of replicas whose members a `torchft.Manager` determines in every step.
 
-    It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
-    changes nothing, where the exchange broke. `delay` and `overlap` need a fixed set of replicas, and are
-    refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost; with
-    `exchange="dense"`, those of everything.
+    Pass it as `process_group` to `DeMo` or `MomentumExchange`. After a broken exchange, `exchange()` returns False and
+    `step()` changes nothing. `delay` and `overlap` need a fixed set of replicas and are refused. Parameters that are
+    sent exactly have no residual, and their gradients in a broken step are lost; with `exchange="dense"`, all are.
 
     Args:
-        manager: with `use_async_quorum=False`: replicas are whole before their forward pass, or not there. Call its
-            `start_quorum()` before every forward pass; `should_commit()` is called by the exchange.
-        group: the process group that the manager was given, such as `torchft.ProcessGroupGloo`.
+        manager: with `use_async_quorum=False`, so that a joining replica is complete before its forward pass. Call its
+            `start_quorum()` before every forward pass; the exchange calls `should_commit()`.
+        group: the process group of the manager, such as `torchft.ProcessGroupGloo`.
 
     Raises:
-        UserError: a manager that heals replicas while the others train.
+        UserError: a manager with an asynchronous quorum.
 
     Example:
         >>> replicas = sc.comm.TorchFTGroup(manager, group)  # doctest: +SKIP
@@ -59,33 +57,36 @@ class TorchFTGroup(ReplicaGroup):
         super().__init__()
         self.is_static = False
         if getattr(manager, "_use_async_quorum", False):
-            raise UserError("a replica must be whole before its forward pass: torchft.Manager(use_async_quorum=False)")
+            raise UserError(
+                "a replica must be complete before its forward pass: use torchft.Manager(use_async_quorum=False)"
+            )
         self.manager, self._managed = manager, group
         self._last: Any = None
         self._generation = 0
 
     def join(self, model: nn.Module, *parts: Any) -> None:
-        """Let the manager give a replica that comes, or was away, what the others have. Call it once, at the start.
+        """Register state that the manager copies to joining replicas. Call it once, at the start.
 
         Args:
-            model: its weights and buffers are given.
-            parts: optimizers and exchanges, schedulers and whatever has `state_dict` and `load_state_dict`, in the same
-                order on all replicas. Of `DeMo` and `MomentumExchange` all but the residuals, which begin anew.
+            model: its weights and buffers are copied.
+            parts: optimizers, exchanges, schedulers and other objects with `state_dict` and `load_state_dict`, in the
+                same order on all replicas. Residuals of `DeMo` and `MomentumExchange` are not copied; they start at
+                zero.
         """
 
-        def given() -> dict[str, Any]:
-            return {"model": model.state_dict(), "parts": [_shared(part) for part in parts]}
+        def save() -> dict[str, Any]:
+            return {"model": model.state_dict(), "parts": [_shared_state(part) for part in parts]}
 
-        def taken(state: dict[str, Any]) -> None:
+        def load(state: dict[str, Any]) -> None:
             model.load_state_dict(state["model"])
             for part, saved in zip(parts, state["parts"], strict=True):
-                _take(part, saved)
+                _load_shared_state(part, saved)
 
-        self.manager.register_state_dict_fn("scantling", taken, given)
+        self.manager.register_state_dict_fn("scantling", load, save)
 
     @property
     def step(self) -> int:
-        """Steps that were applied."""
+        """Number of applied steps."""
         count: int = self.manager.current_step()
         return count
 
@@ -99,7 +100,7 @@ class TorchFTGroup(ReplicaGroup):
 
     @property
     def quorum_id(self) -> int:
-        return int(getattr(self.manager, "_quorum_id", 0)) & 0xFFFFFFFF  # which the manager has no public name for
+        return int(getattr(self.manager, "_quorum_id", 0)) & 0xFFFFFFFF  # torchft has no public name for it
 
     @property
     def world_size(self) -> int:
@@ -112,8 +113,8 @@ class TorchFTGroup(ReplicaGroup):
         return 0 if group is None else int(group.rank())
 
     def handle_error(self, error: SilentPeerError) -> None:
-        """Leave out the step, and let the manager find out who is left."""
-        logger.warning("step %d is left out, its gradients stay where there are residuals: %s", self.step + 1, error)
+        """Skip the step, and let the manager determine the remaining members."""
+        logger.warning("step %d is skipped, and its gradients stay in the residuals: %s", self.step + 1, error)
         self.manager.report_error(error)
 
     def should_commit(self) -> bool:
@@ -121,30 +122,30 @@ class TorchFTGroup(ReplicaGroup):
         return found
 
     def _group(self) -> Any:
-        """The group of those that take part now, which another replaces when others do; None before the first."""
+        """Return the group of the current members, which changes with them; None before the first quorum."""
         wrapped = hasattr(self._managed, "configure")  # a group of torchft around one of PyTorch
         return getattr(self._managed, "_pg", None) if wrapped else self._managed
 
     def _all_gather(self, whole: Tensor, message: Tensor) -> None:
-        with _named():
+        with _silent_peer_errors():
             all_gather_into(self._group(), whole, message).wait()
 
     def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
-        with _named():
+        with _silent_peer_errors():
             self._group().alltoall_base(found, whole, [], []).wait()
 
     def _all_reduce(self, values: Tensor) -> None:
-        with _named():
+        with _silent_peer_errors():
             self._group().allreduce([values]).wait()
 
     def _broadcast(self, values: Tensor, source: int) -> None:
-        with _named():
+        with _silent_peer_errors():
             self._group().broadcast(values, source).wait()
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Context of collectives, whose errors do not say more than that somebody does not answer."""
+def _silent_peer_errors() -> Iterator[None]:
+    """Context that turns errors of collectives into a SilentPeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -152,13 +153,13 @@ def _named() -> Iterator[None]:
         raise SilentPeerError(f"another replica does not answer ({first})") from error
 
 
-def _shared(part: Any) -> dict[str, Any]:
+def _shared_state(part: Any) -> dict[str, Any]:
     whole = part.shared_state_dict() if hasattr(part, "shared_state_dict") else part.state_dict()
     found: dict[str, Any] = whole
     return found
 
 
-def _take(part: Any, state: dict[str, Any]) -> None:
+def _load_shared_state(part: Any, state: dict[str, Any]) -> None:
     if not hasattr(part, "load_shared_state_dict"):
         part.load_state_dict(state)
         return
