@@ -106,7 +106,7 @@ def test_exported_tt_model_can_be_trained_further(tmp_path: Path) -> None:
     assert second.metrics["eval_loss"] == pytest.approx(first.metrics["eval_loss"], abs=1e-6)
     plan = json.loads((second.run_dir / "plan.json").read_text())
     assert plan["num_parameters"] == first.metrics["num_parameters"]
-    with pytest.raises(UserError, match="come with their weights only"):
+    with pytest.raises(UserError, match="describes TT layers; give a folder that has their weights"):
         sc.train({**given, "model": {**given["model"], "pretrained": False}}, run_dir=tmp_path / "third")
     export_hf(first.run_dir, tmp_path / "dense", dense=True)
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
