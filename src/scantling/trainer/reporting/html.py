@@ -7,6 +7,7 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def write_report(runs: Sequence[Run], path: str | Path) -> Path:
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page as text. Everything from a run is escaped; only this module's charts are inserted unescaped."""
+@cache
+def _load_template() -> jinja2.Template:
+    """Compile the template of the page, once per process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("scantling.trainer.reporting"),
         autoescape=True,
@@ -94,7 +96,12 @@ def render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(
+    return environment.get_template("report.html.j2")
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page as text. Everything from a run is escaped; only this module's charts are inserted unescaped."""
+    return _load_template().render(
         title=_title(runs),
         runs=runs,
         states=[_state(run) for run in runs],

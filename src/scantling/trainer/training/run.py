@@ -180,6 +180,7 @@ def _train(
     progress: Progress | None,
 ) -> RunResult:
     """Take a run from its locked directory to its report, one stage after the other."""
+    # 1. checks, 2. starting point, 3. plan and data
     report = Sinks(sinks) if context.is_rank0 else Sink()
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
@@ -190,14 +191,17 @@ def _train(
         check_data(start.checkpoint, run.prepared_data.info.get("fingerprint"))
     if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
+    # 4. model, optimizer and exchange; the meters start before the model is built
     report.phase("building the model")
     memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
     loop = build_loop(run, context, checkpointer, memory=memory, energy=energy)
     context.wait_for_all()  # a process that failed to build its model would keep some backends waiting
+    # 5. state of the checkpoint
     restores_rng = True
     if start.checkpoint is not None:
         report.phase(f"reading {start.checkpoint.path}")
         restores_rng = loop.resume(start.checkpoint)
+    # 6. files of the run, written only now: everything that can be wrong with it was tried
     loop.sink = _open_sinks(run, planned, folder, context, start, sinks)
     name = recipe.name or folder.path.name
     loop.sink.start(
@@ -205,6 +209,7 @@ def _train(
     )
     _announce(loop, folder, start, restores_rng=restores_rng)
     del start  # the manifest of many processes is large
+    # 7. steps, 8. result and report
     try:
         outcome = loop.run()
     finally:
@@ -224,6 +229,7 @@ def _plan_and_prepare(
     """
     recipe = run.recipe
     report.phase("planning")
+    # before the data is read, which may take hours
     early, is_warned = _plan_on_main(run, context, may_fail=True), False
     if early is not None:
         is_warned = _check_memory(run, early, context)
@@ -231,6 +237,7 @@ def _plan_and_prepare(
     data = run.task.prepare(recipe.data, seed=recipe.train.seed, progress=progress)
     context.wait_for_all()
     check_same_data(data.info.get("fingerprint"), context)
+    # the data may change the vocabulary or the number of classes
     with_data = replace(run, data=data)
     keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
     planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
