@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,7 +17,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +58,9 @@ def load_library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
             library = _load_cached(opened, key)
             if library is not None:
                 return library
-            with _lock(opened / "lock"):
+            from filelock import FileLock  # slow to import, and rarely needed
+
+            with FileLock(opened / "lock", timeout=_TIMEOUT_S, mode=0o600):  # one process compiles
                 library = _load_cached(opened, key)
                 if library is None:
                     _compile_into(opened, key, source, compiler, flags)
@@ -140,25 +140,6 @@ def _load_cached(folder: Path, key: str) -> ctypes.CDLL | None:
         with contextlib.suppress(OSError):
             path.unlink()
     return None
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Let one process compile at a time. A process that waits longer than a compilation may take raises an OSError."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        end = time.monotonic() + _TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(0, "another process has been compiling there for too long") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _compile_into(folder: Path, key: str, source: Path, compiler: str, flags: Sequence[str]) -> None:
