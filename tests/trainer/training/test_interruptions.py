@@ -24,7 +24,7 @@ import torch
 import scantling as sc
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
-from scantling.files import open_lock_file
+from scantling.trainer.data.cache import _locked
 from scantling.trainer.training.checkpoint import Checkpointer, find_damage
 from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
@@ -282,12 +282,12 @@ def test_killed_run_with_data_workers_resumes_at_once(tmp_path: Path, forked: bo
 @pytest.mark.parametrize("kind", ["run", "cache"])
 def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
     """This includes children of a data loader, of a tokenizer, and of user code."""
-    lock = open_lock_file(tmp_path / ".lock") if kind == "cache" else None
     folder = RunDir(tmp_path)
-    if lock is None:
-        folder.lock()
+    cache_lock = _locked(tmp_path / ".lock")
+    if kind == "cache":
+        cache_lock.__enter__()
     else:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.lock()
     ready, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -298,10 +298,10 @@ def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
         os.read(ready[0], 1)
         with pytest.raises(InUseError):
             RunDir(tmp_path).lock()  # the lock of this process is still held
-        if lock is None:
-            folder.unlock()
+        if kind == "cache":
+            cache_lock.__exit__(None, None, None)
         else:
-            lock.close()
+            folder.unlock()
         other = RunDir(tmp_path)
         other.lock()
         other.unlock()
