@@ -36,14 +36,18 @@ from scantling.comm.codec.quantize import DTYPES
 from scantling.comm.collectives import Sparse, exchange_coefficients
 from scantling.comm.config import ExchangeOptions, Strategy, document_options, make_config
 from scantling.comm.consistency import AveragingGuard, find_mismatch, residual_divergence
-from scantling.comm.costs import (
+from scantling.comm.in_flight import InFlight
+from scantling.comm.layout import (
+    Layout,
     describe_layout,
+    keeps_residuals,
+    log_layout,
+    make_buckets,
     planned_state_bytes,
     planned_wire_bytes,
     planned_wire_bytes_per_step,
+    update_layout,
 )
-from scantling.comm.in_flight import InFlight
-from scantling.comm.layout import Layout, keeps_residuals, log_layout, make_buckets, update_layout
 from scantling.comm.momentum_watch import MomentumWatch
 from scantling.comm.param_groups import (
     INTERNAL_DEFAULTS,

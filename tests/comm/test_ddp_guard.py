@@ -26,7 +26,7 @@ Step = Callable[[], None]
 AVERAGED = "averages gradients over all processes before the exchange"
 
 
-def test_a_backward_pass_that_would_reduce_is_refused() -> None:
+def test_refuse_reduction_raises_in_backward() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
@@ -121,7 +121,7 @@ def wrapped_models_are_refused() -> None:
 
 
 @pytest.mark.dist
-def test_wrapped_models_are_refused_in_the_first_step() -> None:
+def test_averaging_wrapper_is_refused_in_first_step() -> None:
     run(2, wrapped_models_are_refused)
 
 
@@ -148,7 +148,7 @@ def wrappers_are_refused_in_later_steps() -> None:
 
 
 @pytest.mark.dist
-def test_wrapped_models_are_refused_in_later_steps() -> None:
+def test_averaging_wrapper_is_refused_in_later_steps() -> None:
     run(2, wrappers_are_refused_in_later_steps)
 
 
@@ -205,7 +205,7 @@ def local_gradients_pass() -> None:
 
 
 @pytest.mark.dist
-def test_wrappers_that_average_nothing_pass() -> None:
+def test_wrapper_without_averaging_passes() -> None:
     run(2, local_gradients_pass)
 
 
@@ -250,5 +250,5 @@ def train_with_accelerate() -> None:
 
 
 @pytest.mark.dist
-def test_accelerate_trains_in_no_sync_and_is_refused_outside() -> None:
+def test_accelerate_needs_no_sync() -> None:
     run(2, train_with_accelerate)

@@ -62,7 +62,7 @@ def replica(rank: int, folder: Path, port: int, victim: int, what: signal.Signal
         (0, signal.SIGSTOP, {}, "holds the store of the group, in general rank 0, does not answer"),
     ],
 )
-def test_the_others_stop_and_name_it(
+def test_failed_rank_is_named_by_the_others(
     tmp_path: Path, victim: int, what: signal.Signals, options: dict[str, Any], text: str
 ) -> None:
     with socket.socket() as found:
@@ -115,7 +115,7 @@ class Store:
         ({0, 1, 2, 3}, 10, "^the connection between the processes broke, and all are still there"),
     ],
 )
-def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
+def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
     monkeypatch.setattr(failures, "WAIT_S", 0.3)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
