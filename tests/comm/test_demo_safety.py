@@ -598,7 +598,7 @@ def test_a_replica_does_not_train_alone_unseen(
     left: list[sc.DeMo] = []
     run(1, lambda: left.append(stepped()))
     for action in (left[0].step, left[0].state_dict):
-        with pytest.raises(UserError, match="the process group of this exchange is gone"):
+        with pytest.raises(UserError, match="the process group of this exchange was destroyed"):
             action()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm.config import Values
-from scantling.comm.consistency import _decoder
+from scantling.comm.consistency import _describe_environment
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import make_block_groups, make_spec
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
@@ -196,15 +196,15 @@ def unset_precision() -> Iterator[None]:
 @pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
 def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
     """The getter of the old API raises if the newer settings, which transformers uses, were set."""
-    plain = _decoder(torch.device("cuda"))
-    assert plain.endswith("fp32 products of precision ieee")
+    plain = _describe_environment(torch.device("cuda"))
+    assert plain.endswith("fp32 product precision ieee")
     module.fp32_precision = "tf32"
-    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    assert _describe_environment(torch.device("cuda")).endswith("fp32 product precision tf32")
     module.fp32_precision = "none"
     torch.set_float32_matmul_precision("high")
-    assert _decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    assert _describe_environment(torch.device("cuda")).endswith("fp32 product precision tf32")
     torch.set_float32_matmul_precision("highest")
-    assert _decoder(torch.device("cuda")) == plain
+    assert _describe_environment(torch.device("cuda")) == plain
 
 
 def test_damaged_messages_are_errors() -> None:

@@ -59,7 +59,7 @@ def replica(rank: int, folder: Path, port: int, victim: int, what: signal.Signal
         (2, signal.SIGSTOP, {}, "no answer from rank 2 of 3"),
         pytest.param(2, signal.SIGKILL, {"exchange": "owner"}, "no answer from rank 2 of 3", marks=pytest.mark.slow),
         (1, signal.SIGKILL, {"delay": 1}, "no answer from rank 1 of 3"),
-        (0, signal.SIGSTOP, {}, "holds the store of the group, in general rank 0, does not answer"),
+        (0, signal.SIGSTOP, {}, "with the store of the group, usually rank 0, does not answer"),
     ],
 )
 def test_the_others_stop_and_name_it(
@@ -109,10 +109,10 @@ class Store:
     ("notes", "questions", "text"),
     [
         ({0, 1, 2}, 10, r"^no answer from rank 3 of 4 \("),
-        ({1, 2}, 10, r"^no sign from ranks 0, 3 of 4, of whom at least one is gone \("),
+        ({1, 2}, 10, r"^no answer from ranks 0, 3 of 4; at least one of them is gone \("),
         ({0, 1, 2}, 4, r"^no answer from rank 3 of 4 \("),  # rank 0 knew it too, and has already exited
-        ({0, 1, 2}, 3, "^the process that holds the store of the group, in general rank 0, does not answer"),
-        ({0, 1, 2, 3}, 10, "^the connection between the processes broke, and all are still there"),
+        ({0, 1, 2}, 3, "^the process with the store of the group, usually rank 0, does not answer"),
+        ({0, 1, 2, 3}, 10, "^a connection between the processes broke, although all of them are running"),
     ],
 )
 def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:

@@ -35,7 +35,7 @@ def test_a_backward_pass_that_would_reduce_is_refused() -> None:
         with model.no_sync():
             model(torch.randn(2, 4)).sum().backward()
         assert model.module.weight.grad is not None
-        with pytest.raises(UserError, match=r"put every backward pass into model\.no_sync\(\)"):
+        with pytest.raises(UserError, match=r"run every backward pass in model\.no_sync\(\)"):
             model(torch.randn(2, 4)).sum().backward()
     finally:
         dist.destroy_process_group()
@@ -110,7 +110,9 @@ def wrapped_models_are_refused() -> None:
         sharded = FullyShardedDataParallel(network(), device_id=cpu, use_orig_params=True, sharding_strategy=strategy)
         optimizer = sc.DeMo(sharded.parameters(), lr=1e-3)
         backward(sharded)
-        refused(optimizer.step, "in FullyShardedDataParallel, which averages gradients and leaves each process a shard")
+        refused(
+            optimizer.step, "in FullyShardedDataParallel, which averages gradients and leaves a shard to each process"
+        )
 
     net = network()
     optimizer = sc.DeMo(net.parameters(), lr=1e-3)

@@ -106,15 +106,15 @@ def test_bad_options() -> None:
         diloco(inner, net.parameters(), outer_lr=0.0)
     with pytest.raises(UserError, match="must hold the same parameters"):
         sparseloco(inner, [net[0].weight])
-    with pytest.raises(UserError, match="delay=1 is for an exchange at every step, not for local steps"):
+    with pytest.raises(UserError, match="delay=1 works only with an exchange at every step, not with local steps"):
         sparseloco(inner, net.parameters(), delay=1)
-    with pytest.raises(UserError, match="sync_every=2 is for an exchange"):
+    with pytest.raises(UserError, match="sync_every=2 works only with an exchange"):
         LocalSteps(inner, sc.MomentumExchange(net.parameters(), sync_every=2), sync_every=4, outer_lr=1.0)
-    with pytest.raises(UserError, match="diloco exchanges everything, so that topk, values would have no effect"):
+    with pytest.raises(UserError, match="diloco sends everything dense, so that topk, values would have no effect"):
         diloco(inner, net.parameters(), topk=8, values="int8")
     exchange = sc.MomentumExchange(net.parameters())
     exchange.replicas.is_static = False
-    with pytest.raises(UserError, match="local steps are for replicas that stay"):
+    with pytest.raises(UserError, match="local steps need a fixed set of replicas"):
         LocalSteps(inner, exchange, sync_every=4, outer_lr=1.0)
 
 
@@ -142,7 +142,7 @@ def test_ranks_that_come_down_are_refused() -> None:
         made.step()
         made.zero_grad()
     assert adapter.truncate(inner)
-    with pytest.raises(UserError, match="ranks that a RankAdapter brings down would be chosen by each replica"):
+    with pytest.raises(UserError, match="with a RankAdapter, each replica would select ranks by its own gradients"):
         made.step()
 
 

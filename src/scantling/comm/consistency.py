@@ -1,10 +1,9 @@
-"""Whether all replicas are what they should be: alike.
+"""Check that replicas are in sync.
 
-Replicas that start from other weights, or cut blocks otherwise, would train on without an error. They are compared
-before the first exchange: a hash of the options, and one of every parameter. Where something differs, the message names
-the tensor and the rank. So is what the products that decode the same bytes get their last bits from: the version of
-PyTorch, on a CPU the number of threads, on a GPU the kernels and whether products may be in TF32. Of GPUs of several
-kinds there is a warning.
+Replicas with different weights or block sizes would train without an error. Before the first exchange they compare a
+hash of the options and one of every parameter; the error names the tensor and the rank that differ. They also compare
+everything that changes the last bits of decoded momentum: the PyTorch version, on a CPU the number of threads, on a
+GPU the kernels and TF32. Different GPU models only cause a warning.
 """
 
 from __future__ import annotations
@@ -29,107 +28,116 @@ from scantling.numerics.device import has_kernels
 logger = logging.getLogger(__name__)
 
 SKETCH = 256
+"""Number of elements of a random sketch."""
 _SEPARATOR = "; "
-"""Of the facts of a parameter in words."""
-_OF_THE_LAST_BITS = (
-    ". The same bytes would decode to other last bits: install the same versions on all, and set OMP_NUM_THREADS (or "
-    "call torch.set_num_threads), SCANTLING_NATIVE and the precision of products (torch.backends.fp32_precision, or "
-    "torch.set_float32_matmul_precision) alike"
+"""Separator between the properties of a parameter in its description."""
+_ROUNDING_ADVICE = (
+    ". Momentum would be rounded differently: use the same versions, OMP_NUM_THREADS (or torch.set_num_threads), "
+    "SCANTLING_NATIVE and matrix product precision (torch.backends.fp32_precision or "
+    "torch.set_float32_matmul_precision) on all ranks"
 )
 
 
-def check_alike(
-    replicas: ReplicaGroup, described: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+def check_in_sync(
+    replicas: ReplicaGroup, properties: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
 ) -> int:
-    """Compare replicas. Collectives: two all-gathers, and one more where the options differ.
+    """Raise unless options and parameters are identical on all replicas.
+
+    Collectives: two all-gathers, and one more if the options differ.
 
     Args:
-        replicas: to the other replicas.
-        described: what each parameter is and how it travels: facts by name.
-        names: of the parameters.
+        replicas: group of the replicas.
+        properties: properties of each parameter and options of its exchange, by name.
+        names: names of the parameters.
         params: the parameters.
 
     Returns:
-        A hash of 32 bits of what is described.
+        A 32-bit hash of the properties.
 
     Raises:
-        UserError: something differs; on all ranks alike.
+        UserError: a difference; the same error on all ranks.
     """
     device = params[0].device
-    texts = [_decoder(device), *map(_in_words, names, described)]
+    texts = [_describe_environment(device), *map(_describe_param, names, properties)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(kind.encode())], device=device))).tolist()
-    if len({of_kind for _, of_kind in hashes}) > 1:
-        kinds = [each for (each,) in replicas.all_gather_strings([kind], device)]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(gpu.encode())], device=device))).tolist()
+    if len({gpu_hash for _, gpu_hash in hashes}) > 1:
+        gpus = [texts[0] for texts in replicas.all_gather_strings([gpu], device)]
         if replicas.rank == 0:
             logger.warning(
-                "replicas are on GPUs of several kinds (%s), whose products may differ in the last bits: parameters "
-                "are then found to differ after a while",
-                ", ".join(dict.fromkeys(kinds)),
+                "replicas run on different GPU models (%s), which may round matrix products differently; later checks "
+                "would then find that the parameters drifted apart",
+                ", ".join(dict.fromkeys(gpus)),
             )
-    if len({of_texts for of_texts, _ in hashes}) > 1:
-        everywhere = replicas.all_gather_strings(texts, device)
-        usual = Counter(map(tuple, everywhere)).most_common(1)[0][0]
-        rank = next(rank for rank, theirs in enumerate(everywhere) if tuple(theirs) != usual)
-        theirs = everywhere[rank]
-        if len(theirs) != len(usual):
-            raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
-        place, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
-        if not place:
-            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_OF_THE_LAST_BITS}")
-        pair = _unlike_facts(one, other)
+    if len({text_hash for text_hash, _ in hashes}) > 1:
+        raise _difference_error(replicas.all_gather_strings(texts, device), names)
+    mismatch = find_mismatch(replicas, params)
+    if mismatch is not None:
         raise UserError(
-            f"rank {rank} differs from the others in {names[place - 1]}: it has {pair[0]}; they have {pair[1]}"
-        )
-    differing = find_mismatch(replicas, params)
-    if differing is not None:
-        rank, place, _ = differing
-        raise UserError(
-            f"rank {rank} differs from the others: {names[place]} has other values there. Start all replicas from the "
-            "same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
+            f"rank {mismatch.rank} differs from the others: {names[mismatch.param]} has other values there. Start all "
+            "replicas from the same weights: the same seed, the same checkpoint, or a broadcast from rank 0"
         )
     return own
 
 
-def _decoder(device: torch.device) -> str:
-    """What the last bits of decoded momentum depend on."""
-    found = f"PyTorch {torch.__version__}"
+def _difference_error(texts: Sequence[Sequence[str]], names: Sequence[str]) -> UserError:
+    """Return the error that names the first rank that differs from most others, and the first difference.
+
+    Args:
+        texts: by rank, the descriptions of the environment and of each parameter.
+        names: names of the parameters.
+    """
+    usual = Counter(map(tuple, texts)).most_common(1)[0][0]
+    rank = next(rank for rank, theirs in enumerate(texts) if tuple(theirs) != usual)
+    theirs = texts[rank]
+    if len(theirs) != len(usual):
+        return UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
+    i, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
+    if i == 0:
+        return UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_ROUNDING_ADVICE}")
+    pair = _differing_properties(one, other)
+    return UserError(f"rank {rank} differs from the others in {names[i - 1]}: it has {pair[0]}; they have {pair[1]}")
+
+
+def _describe_environment(device: torch.device) -> str:
+    """Describe everything that changes the last bits of decoded momentum."""
+    version = f"PyTorch {torch.__version__}"
     if device.type == "cpu":
-        return f"{found}, {torch.get_num_threads()} threads"
+        return f"{version}, {torch.get_num_threads()} threads"
     kernels = "no kernels"
     if has_kernels(device):
         import triton
 
-        kernels = f"kernels of Triton {triton.__version__}"
-    precision = torch.backends.cuda.matmul.fp32_precision  # set by the older calls too, which only they could read
-    return f"{found}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
+        kernels = f"Triton {triton.__version__}"
+    precision = torch.backends.cuda.matmul.fp32_precision  # older setters change it too
+    return f"{version}, {kernels}, fp32 product precision {'ieee' if precision == 'none' else precision}"
 
 
-def _in_words(name: str, facts: Mapping[str, Any]) -> str:
-    return _SEPARATOR.join([name, *(f"{fact} {value}" for fact, value in facts.items())])
+def _describe_param(name: str, properties: Mapping[str, Any]) -> str:
+    return _SEPARATOR.join([name, *(f"{key} {value}" for key, value in properties.items())])
 
 
-def _unlike_facts(one: str, other: str) -> tuple[str, str]:
-    """Of two texts of `_in_words` the facts that differ, or the whole texts where they have not as many."""
+def _differing_properties(one: str, other: str) -> tuple[str, str]:
+    """Return the properties in which two descriptions differ, or both in full if their lengths differ."""
     ours, theirs = one.split(_SEPARATOR), other.split(_SEPARATOR)
     if len(ours) != len(theirs):
         return one, other
     differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-    return ", ".join(fact for fact, _ in differing), ", ".join(fact for _, fact in differing)
+    return ", ".join(mine for mine, _ in differing), ", ".join(its for _, its in differing)
 
 
 def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
-    """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
-
-    Args:
-        replicas: to the other replicas.
-        params: the parameters; those without a gradient say nothing.
-        wrappers: of `find_wrappers`.
+    """Raise if gradients were averaged over the replicas; warn if they are identical for another reason.
 
     Collective: one all-gather.
+
+    Args:
+        replicas: group of the replicas.
+        params: the parameters; those without a gradient are ignored.
+        wrappers: result of `find_wrappers`.
 
     Raises:
         UserError: a wrapper around the model averages gradients; on all ranks.
@@ -140,25 +148,25 @@ def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: 
     sums = [checksum(gradient) for gradient in gradients]
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
     certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
-    found = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
-    most = max(theirs for *_, theirs in found)
-    are_equal = len({of_gradients for of_gradients, _ in found}) == 1 and any(map(torch.any, gradients))
-    if most == Averaging.YES or (most == Averaging.PERHAPS and are_equal):
+    gathered = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    highest = max(rank_certainty for _, rank_certainty in gathered)
+    are_equal = len({gradient_hash for gradient_hash, _ in gathered}) == 1 and any(map(torch.any, gradients))
+    if highest == Averaging.YES or (highest == Averaging.PERHAPS and are_equal):
         raise averaging_error(wrappers)
     if are_equal and replicas.rank == 0:
         logger.warning(
-            "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
+            "the gradients of all %d replicas are identical: all read the same data, or your loop reduces gradients "
             "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
             replicas.world_size,
         )
 
 
 def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
-    """Return the error that names wrappers which average gradients, and the ways out."""
+    """Return the error that names wrappers which average gradients and says how to avoid it."""
     names = sorted({type(wrapper).__name__ for wrapper in wrappers})
     return UserError(
         f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
-        "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
+        "processes before the exchange, so that everything is sent. Train the bare model, or run every "
         "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
         "Trainer of transformers use sc.hf.attach(trainer)"
     )

@@ -3,7 +3,7 @@
 A replica whose gradients were averaged before the exchange trains correctly and saves nothing: everything was sent.
 """
 
-# No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
+# no `from __future__ import annotations`: DDP checks that the annotations of its hook are the classes themselves
 import gc
 import weakref
 from collections.abc import Iterable
@@ -24,18 +24,18 @@ _GUARDED: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def refuse_reduction(model: DistributedDataParallel) -> None:
-    """Let a backward pass outside of `model.no_sync()` raise a UserError.
+    """Raise a UserError in every later backward pass outside of `model.no_sync()`.
 
-    With `MomentumExchange` or `DeMo` every backward pass belongs into `no_sync()`, that of the last micro-batch too:
-    gradients that were averaged already make a run that looks right and sends everything. A second call does nothing.
+    With `MomentumExchange` or `DeMo` every backward pass belongs into `no_sync()`, also that of the last micro-batch:
+    with averaged gradients a run looks right but sends everything. A second call does nothing.
 
     Args:
-        model: from now on without any other communication hook.
+        model: a wrapped model without a communication hook.
 
     Example:
         >>> model = DistributedDataParallel(module)  # doctest: +SKIP
         >>> scantling.comm.refuse_reduction(model)  # doctest: +SKIP
-        >>> with model.no_sync(): loss_of(model).backward()  # doctest: +SKIP
+        >>> with model.no_sync(): model(x).sum().backward()  # doctest: +SKIP
     """
     if model not in _GUARDED:
         model.register_comm_hook(None, _refuse)
@@ -47,8 +47,8 @@ def _refuse(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     raise UserError(
-        "DistributedDataParallel was about to average gradients that MomentumExchange or DeMo exchange their own way; "
-        "put every backward pass into model.no_sync(), or train the bare module"
+        "DistributedDataParallel would average gradients that MomentumExchange or DeMo exchange; run every backward "
+        "pass in model.no_sync(), or train the module without the wrapper"
     )
 
 
@@ -61,39 +61,39 @@ class Averaging(IntEnum):
 
 
 def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Module]:
-    """Search the memory for modules that reduce the gradients of some parameters. No communication.
+    """Find live modules that reduce the gradients of some parameters. No communication.
 
     Args:
-        params: what is to be exchanged.
-        ranks: global ranks of the processes of the exchange, if they are known.
+        params: parameters of the exchange.
+        ranks: global ranks of the exchange, if they are known.
 
     Returns:
         DistributedDataParallel and DeepSpeed engines over several of these ranks.
 
     Raises:
-        UserError: FSDP1 holds the parameters: each rank has a shard, and no whole replica to exchange.
+        UserError: FSDP1 holds the parameters, so that no rank has a complete replica.
     """
-    ids, between = {id(param) for param in params}, set(ranks)
+    ids, members = {id(param) for param in params}, set(ranks)
     is_wrapper: dict[type, bool] = {}
     found: list[nn.Module] = []
     for each in gc.get_objects():
         kind = type(each)
-        if kind not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
-            is_wrapper[kind] = issubclass(kind, nn.Module) and bool(_WRAPPERS & _names_of(kind))
-        if is_wrapper[kind] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
+        if kind not in is_wrapper:  # not `isinstance`, which would run code of lazy proxies
+            is_wrapper[kind] = issubclass(kind, nn.Module) and bool(_WRAPPERS & _base_names(kind))
+        if is_wrapper[kind] and any(id(param) in ids for param in each.parameters()) and _spans(each, members):
             found.append(each)
-            if _FSDP1 in _names_of(kind):
+            if _FSDP1 in _base_names(kind):
                 raise UserError(
-                    "the model is in FullyShardedDataParallel, which averages gradients and leaves each process a "
-                    "shard. Use FSDP2: fully_shard(model, mesh=mesh['shard']), and process_group=mesh['replicate'] for "
-                    "the exchange; or train the bare model"
+                    "the model is in FullyShardedDataParallel, which averages gradients and leaves a shard to each "
+                    "process; use FSDP2 with fully_shard(model, mesh=mesh['shard']) and "
+                    "process_group=mesh['replicate'] for the exchange, or train the model without the wrapper"
                 )
     return found
 
 
 def find_averaging(wrapper: nn.Module) -> Averaging:
-    """Return if a wrapper has averaged the gradients of the last backward pass."""
-    if _DEEPSPEED in _names_of(type(wrapper)):
+    """Return how certain it is that a wrapper averaged the gradients of the last backward pass."""
+    if _DEEPSPEED in _base_names(type(wrapper)):
         return Averaging.PERHAPS
     if not getattr(wrapper, "require_forward_param_sync", True):  # the last forward pass ran in no_sync()
         return Averaging.NO
@@ -103,7 +103,7 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
     return Averaging.PERHAPS if hooks else Averaging.YES
 
 
-def _names_of(kind: type) -> set[str]:
+def _base_names(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__}
 
 
@@ -112,5 +112,5 @@ def _spans(wrapper: nn.Module, ranks: set[int]) -> bool:
     group = getattr(wrapper, "process_group", None)
     try:
         return not ranks or len(ranks & set(dist.get_process_group_ranks(group))) > 1
-    except (KeyError, ValueError, TypeError):  # a group that PyTorch has no ranks of, such as those of torchft
+    except (KeyError, ValueError, TypeError):  # a group without ranks in PyTorch, such as torchft's
         return True

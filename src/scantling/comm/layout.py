@@ -27,7 +27,7 @@ from scantling.comm.codec.blocks import BlockGrid, even_side, make_grid
 from scantling.comm.codec.topk import TopKCodec
 from scantling.comm.collectives import cheapest_strategy
 from scantling.comm.config import ExchangeConfig, ResidualFormat, Strategy
-from scantling.comm.consistency import check_alike
+from scantling.comm.consistency import check_in_sync
 from scantling.comm.param_groups import (
     COMPARED_OPTIONS,
     Group,
@@ -130,7 +130,7 @@ def update_layout(
         compared_keys: further keys of groups that replicas must share.
         compared_values: further values that replicas must share.
 
-    Collectives: those of `check_alike` for a new layout.
+    Collectives: those of `check_in_sync` for a new layout.
     """
     params = all_parameters(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
@@ -159,7 +159,7 @@ def update_layout(
         for param, group in zip(params, group_by_param(groups), strict=True)
     ]
     buckets = make_buckets(groups, config)
-    configuration = check_alike(replicas, descriptions, parameter_names(groups), params)
+    configuration = check_in_sync(replicas, descriptions, parameter_names(groups), params)
     return Layout(key, buckets, configuration, choose_strategy(groups, config, replicas.world_size))
 
 

@@ -1,17 +1,16 @@
-"""Replicas that take several optimizer steps of their own between exchanges: DiLoCo, and SparseLoCo.
+"""DiLoCo and SparseLoCo: several local optimizer steps between exchanges.
 
-Every replica steps its own optimizer H times. Then, with p0 the parameters that all had and p what a replica has now:
+Every replica takes H steps with its own optimizer. Then, with the common old parameters p0 and the local parameters p:
 
-    d   =  p0 - p                        pseudo-gradient, different on each replica
-    D   =  exchange(d)                   the mean over replicas, in full or of few components with error feedback
-    p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
-    p   <-  p0
+    d   =  p0 - p                        (1) pseudo-gradient, different on each replica
+    D   =  exchange(d)                   (2) mean over replicas: dense, or top-k with error feedback
+    p0  <-  outer step with D            (3) SGD, for DiLoCo with Nesterov momentum
+    p   <-  p0                           (4)
 
-DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
-largest components of each block, without a transform and without outer momentum, which the decaying residual is in its
-place.
+DiLoCo (Douillard et al., arXiv 2311.08105) exchanges d dense; SparseLoCo (Sarfi et al., arXiv 2508.15706) the largest
+components of each block, without a transform. Its decaying residual replaces the outer momentum.
 
-Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
+Cost: 4 bytes per parameter for p0, the state of the exchange and of the outer momentum; `wire_bytes` every H steps.
 """
 
 from __future__ import annotations
@@ -34,34 +33,34 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_OF_A_SELECTION = frozenset({"decay", "topk", "chunk", "values", "residual"})
-"""Options of the exchange of matrices by blocks."""
+_TOPK_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
+"""Options without effect in a dense exchange."""
 
 
 class LocalSteps:
-    """An optimizer that steps by itself, and the exchange that brings replicas together every so many steps.
+    """Optimizer with local steps and an exchange between replicas every H steps.
 
-    A step whose gradients are NaN or Inf is left out on its replica. What is frozen between two exchanges goes back to
-    what all replicas had after the first.
+    A local step with NaN or Inf gradients is skipped on its replica. Parameters frozen between two exchanges return to
+    their values of the last exchange.
 
-    It goes where an optimizer goes in a loop: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`.
-    Schedules of the learning rate belong to the inner optimizer.
+    Use it like an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning-rate
+    schedules belong to the inner optimizer.
 
     Args:
-        inner: steps the parameters of this replica; any optimizer, with gradients that were not averaged.
-        exchange: over the same parameters, with `sync_every=1`.
-        sync_every: H.
-        outer_lr, outer_momentum: of the outer SGD; its momentum is Nesterov's.
+        inner: optimizer of this replica, with gradients that were not averaged.
+        exchange: exchange of the same parameters, with `sync_every=1`.
+        sync_every: number of local steps between exchanges, H.
+        outer_lr, outer_momentum: options of the outer SGD; its momentum is Nesterov's.
 
     Attributes:
-        wire_bytes: what this process sent in the last step, 0 but for every H-th.
+        wire_bytes: bytes sent by this process in the last step; 0 except in every H-th.
 
     Raises:
         UserError: a value out of range, an exchange over other parameters or at other times, or a `TorchFTGroup`;
-            in a step, a parameter that a `RankAdapter` has cut: it chooses ranks by gradients, which are not shared.
+            in a step, a parameter resized by a `RankAdapter`, which selects ranks by gradients of one replica.
     """
 
-    _step_supports_amp_scaling = True  # so that a scaler leaves out no step, which are counted
+    _step_supports_amp_scaling = True  # the scaler then calls every step, which this class counts
 
     def __init__(
         self,
@@ -82,27 +81,27 @@ class LocalSteps:
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
-        for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
+        for name, default in (("delay", 0), ("overlap", False), ("sync_every", 1)):
             given = getattr(exchange.config, name)
-            if given != usual:
-                raise UserError(f"{name}={given} is for an exchange at every step, not for local steps; leave it out")
+            if given != default:
+                raise UserError(
+                    f"{name}={given} works only with an exchange at every step, not with local steps; leave it out"
+                )
         if not exchange.replicas.is_static:
             raise UserError(
-                "local steps are for replicas that stay: one that comes, or was away, would lack what the others "
-                "started from. With a TorchFTGroup use sc.DeMo"
+                "local steps need a fixed set of replicas, and a TorchFTGroup changes: a replica that joins lacks the "
+                "parameters of the last exchange. Use sc.DeMo with a TorchFTGroup"
             )
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
-        exchange.momentum_watch = MomentumWatch(
-            ()
-        )  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
+        exchange.momentum_watch = MomentumWatch(())  # pseudo-gradients are no momentum; do not warn of a second one
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer."""
+        """Parameter groups of the inner optimizer."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
@@ -111,20 +110,20 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step of the inner optimizer; every H-th time replicas come together after it.
+        """Take a local step; every H-th time, exchange and take an outer step.
 
-        Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; of sharded
-        parameters one all-reduce of 4 bytes for each dim of their mesh.
+        Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; for sharded
+        parameters one all-reduce of 4 bytes per dim of their mesh.
 
         Raises:
-            UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
+            UserError, NonFiniteError, PayloadError: as `MomentumExchange.exchange`.
         """
         if any(
             to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)
         ):
             raise UserError(
-                "a parameter has another shape than when local steps began: ranks that a RankAdapter brings down would "
-                "be chosen by each replica from gradients of its own. Use sc.DeMo or sc.MomentumExchange with it"
+                "a parameter has changed its shape since the local steps began: with a RankAdapter, each replica would "
+                "select ranks by its own gradients. Use sc.DeMo or sc.MomentumExchange with a RankAdapter"
             )
         self.exchange.check_gradients()
         if (scale := grad_scale(self)) is not None:
@@ -133,27 +132,27 @@ class LocalSteps:
         if all_agree(self._params, finite):
             self.inner.step()
         else:
-            logger.warning("local step %d is left out: a gradient of this replica is NaN or Inf", self.steps + 1)
+            logger.warning("local step %d is skipped: a gradient of this replica is NaN or Inf", self.steps + 1)
         self.steps += 1
         self.wire_bytes = 0
         if self.steps % self.sync_every:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = to_local(param)
-            moved = anchor - part
-            part.copy_(anchor)  # what replicas compare, and where the outer step begins
+            pseudo_gradient = anchor - part  # (1)
+            part.copy_(anchor)  # the exchange compares replicas at p0, and the outer step starts there
             param.grad = None
-            if param.requires_grad:  # what is frozen is not exchanged, and may not move on one replica alone
-                param.grad = as_gradient(moved, param)
-        self.exchange.exchange()
+            if param.requires_grad:  # frozen parameters are not exchanged and return to p0
+                param.grad = as_gradient(pseudo_gradient, param)
+        self.exchange.exchange()  # (2)
         self.wire_bytes = self.exchange.wire_bytes
-        self.outer.step()
+        self.outer.step()  # (3), (4)
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self._anchors, strict=True):
             anchor.copy_(to_local(param))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this replica needs to go on."""
+        """Return the state that this replica needs to resume."""
         return {
             "inner": self.inner.state_dict(),
             "outer": self.outer.state_dict(),
@@ -164,10 +163,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this replica.
+        """Load the state that `state_dict` returned on this replica.
 
         Raises:
-            UserError: another kind of state.
+            UserError: a state of another class.
         """
         check_state_keys(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
@@ -187,29 +186,29 @@ def diloco(
     outer_momentum: float = 0.9,
     **options: Any,
 ) -> LocalSteps:
-    """DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
+    """Return DiLoCo (arXiv 2311.08105): local steps with a dense exchange.
 
     Args:
         inner: the optimizer of this replica, AdamW in the paper.
         groups: the same parameters, or groups of them.
-        sync_every: 500 in the paper.
-        outer_lr, outer_momentum: of the outer optimizer, the paper's.
-        options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
+        sync_every: number of local steps between exchanges; 500 in the paper.
+        outer_lr, outer_momentum: options of the outer optimizer; the defaults are the paper's.
+        options: options of `MomentumExchange`; `dense` is the format, by default fp32.
 
     Returns:
-        The optimizer of this replica, in place of `inner`.
+        The optimizer to use instead of `inner`.
 
     Raises:
-        UserError: an option of what is selected, which here is everything; and as of `LocalSteps`.
+        UserError: an option without effect in a dense exchange, or as `LocalSteps`.
     """
-    if unused := sorted(_OF_A_SELECTION & set(options)):
+    if unused := sorted(_TOPK_OPTIONS & set(options)):
         raise UserError(
-            f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or take "
-            "sparseloco; the format is dense="
+            f"diloco sends everything dense, so that {', '.join(unused)} would have no effect; leave them out, set the "
+            "format with dense=, or use sparseloco"
         )
-    kept = ("params", "param_names")
+    keys = ("params", "param_names")
     dense_groups = [
-        {key: group[key] for key in kept if key in group} | {"role": "vector"} for group in make_groups(groups, {})
+        {key: group[key] for key in keys if key in group} | {"role": "vector"} for group in make_groups(groups, {})
     ]
     exchange = MomentumExchange(dense_groups, **{"dense": "fp32", **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
@@ -223,20 +222,20 @@ def sparseloco(
     outer_lr: float = 1.0,
     **options: Any,
 ) -> LocalSteps:
-    """SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 numbers every `sync_every` steps, with error feedback.
+    """Return SparseLoCo (arXiv 2508.15706): local steps that exchange the top 64 of 4096 values, with error feedback.
 
     Args:
         inner: the optimizer of this replica.
         groups: the same parameters, or groups of them from `scantling.param_groups`.
-        sync_every: 15 to 250 in the paper.
-        outer_lr: of the outer step.
-        options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
+        sync_every: number of local steps between exchanges; 15 to 250 in the paper.
+        outer_lr: learning rate of the outer step.
+        options: options of `MomentumExchange`; by default topk=64, chunk=64, decay=0.95, values="int4".
 
     Returns:
-        The optimizer of this replica, in place of `inner`.
+        The optimizer to use instead of `inner`.
 
     Raises:
-        UserError: as of `LocalSteps` and `MomentumExchange`.
+        UserError: as `LocalSteps` and `MomentumExchange`.
     """
     defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
     untransformed = [{**group, "transform": "none"} for group in make_groups(groups, {})]

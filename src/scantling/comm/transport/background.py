@@ -1,11 +1,11 @@
-"""Work that goes on beside the training: one thread that does what it is given, in order.
+"""Background thread that runs exchanges in order while the training continues.
 
-An exchange is two turns of messages with decoding between them, which no collective of PyTorch does by itself. In a
-thread, over a process group that nothing else uses, it needs no other form than in the open: gloo and NCCL let go of
-Python's lock while they wait. On a GPU the thread has a stream of its own.
+An exchange sends two rounds of messages and decodes between them, which no asynchronous collective of PyTorch does. In
+a thread with its own process group the same code works: gloo and NCCL release the GIL while they wait. On a GPU the
+thread uses a separate stream.
 
-A process that ends first waits for what was submitted: a thread that comes back from a collective while the interpreter
-shuts down aborts the process.
+An ending process first waits for submitted tasks: a thread that returns from a collective during the interpreter's
+shutdown aborts the process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 WAIT_S = 10.0
-"""How long a process that ends waits for the thread: longer than a message takes, and not for a peer that is gone."""
+"""Seconds that an ending process waits for the thread: enough for a message, but not for a dead peer."""
 
 
 class Task(Generic[Result]):
-    """Something that the thread does; `result` waits for it."""
+    """Submitted function; `result` waits for its return value."""
 
     def __init__(self, work: Callable[[], Result], device: torch.device) -> None:
         self._work, self._device = work, device
@@ -39,56 +39,56 @@ class Task(Generic[Result]):
             self._ready = torch.cuda.current_stream(device).record_event()
 
     def run(self, stream: Any) -> None:
-        """Do it, on a stream that waits for what was there when the task was made."""
+        """Run the function, on a stream that waits for the operations queued before the task was made."""
         try:
             with torch.no_grad():
                 if self._ready is None:
-                    found = self._work()
+                    value = self._work()
                 else:
                     stream.wait_event(self._ready)
                     with torch.cuda.stream(stream):
-                        found = self._work()
+                        value = self._work()
                         self._done = stream.record_event()
-            self._future.set_result(found)
+            self._future.set_result(value)
         except BaseException as error:
             self._future.set_exception(error)
 
     def result(self, tensors: Callable[[Result], Iterable[Tensor]]) -> Result:
-        """What came of it; raises what it raised.
+        """Wait for the return value, or raise the exception of the function.
 
         Args:
-            tensors: those of the result that are used afterwards, on the current stream.
+            tensors: returns the tensors of the value that are used afterwards, on the current stream.
         """
-        found = self._future.result()
+        value = self._future.result()
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._done)
-            for tensor in tensors(found):
+            for tensor in tensors(value):
                 tensor.record_stream(stream)
-        return found
+        return value
 
 
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
 
 
 class Background:
-    """The thread, which ends after what it was given: when this is collected, or with the process, within `WAIT_S`."""
+    """Thread for tasks; it ends when this object is collected, or with the process within `WAIT_S`."""
 
     def __init__(self) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
         _running[thread] = self._tasks
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # before what the process had registered until now
+        atexit.register(_end_all)  # runs before all handlers registered earlier
         thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
-        """Do something after all that was submitted before.
+        """Run a function after all submitted earlier.
 
         Args:
             work: called in the thread, without gradients.
-            device: of the tensors that it uses.
+            device: device of the tensors that it uses.
         """
         task = Task(work, device)
         self._tasks.put(task)
@@ -105,7 +105,7 @@ def _run(tasks: Tasks) -> None:
         if device.type == "cuda" and device not in streams:
             streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         task.run(streams.get(device))
-        del task  # which holds tensors
+        del task  # it holds tensors
     _running.pop(threading.current_thread(), None)
 
 

@@ -1,10 +1,10 @@
-"""Bytes between the processes of a group: what DeMo's messages travel over.
+"""Collectives of replicas over a process group, with a count of the bytes sent.
 
-    all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
-    all_to_all(m_1..N)  process j gets message j of all; each sends (N - 1) of them
-    broadcast(m)        (N - 1) |m| in all, which are counted as if each sent a share
+    all_gather(m)       every rank gets all messages; each sends (N - 1) |m| over a ring
+    all_to_all(m_1..N)  rank j gets message j of every rank; each sends (N - 1) of them
+    broadcast(m)        (N - 1) |m| in total, counted as an equal share per rank
 
-Alone, or without a process group, nothing is sent and everything works.
+With one process or without a process group, nothing is sent and everything works.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 
 class ReplicaGroup:
-    """A process group, and a count of what this process sent.
+    """Replicas that exchange messages, and a count of the bytes that this process sent.
 
-    Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
-    A group that was there and is gone is a UserError: a replica would train on alone.
+    Collectives raise a SilentPeerError that names the ranks that do not answer within the timeout of the group. A
+    process group that was destroyed raises a UserError, because its replica would continue alone.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the default group, or none at all.
+        group: a process group, a one-dimensional device mesh, or None for the default group or a single process.
 
     Attributes:
-        wire_bytes: sent by this process since `start`.
-        step: that all replicas are at, where something other than the exchange counts them; else None.
-        generation: another one whenever other processes take part.
-        stays: whether the processes are the same from the start to the end.
+        wire_bytes: bytes sent by this process since `reset_wire_bytes`.
+        step: step of all replicas if something other than the exchange counts it, else None.
+        generation: number that changes whenever other processes take part.
+        is_static: True if the processes never change.
 
     Raises:
-        UserError: a mesh of several dims, or something else.
+        UserError: a mesh of several dims, or another type.
     """
 
     def __init__(self, group: Any = None) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise UserError(
-                    f"process_group: the exchange goes along one dim of a mesh, such as mesh['replicate']; given "
-                    f"{group.ndim} dims, {group.mesh_dim_names}"
+                    f"process_group must be one dim of a mesh, such as mesh['replicate']; given {group.ndim} dims, "
+                    f"{group.mesh_dim_names}"
                 )
             group = group.get_group()
             _warn_of_timeout(_timeout(group), _timeout(None))
@@ -68,10 +68,7 @@ class ReplicaGroup:
         self._had_group = group is not None or dist.is_initialized()
 
     def clone(self) -> ReplicaGroup:
-        """A replicas between the same processes that nothing else uses. Collective: a new process group.
-
-        Its timeout is that of the group it is made of.
-        """
+        """Return a separate group of the same processes with the same timeout. Collective: a new process group."""
         if self.world_size == 1:
             return ReplicaGroup(self.group)
         ranks = dist.get_process_group_ranks(self.group)
@@ -87,57 +84,57 @@ class ReplicaGroup:
 
     @property
     def quorum_id(self) -> int:
-        """Of the membership, alike on all who take part; 0 where the processes stay the same."""
+        """Number of the current membership, the same on all members; 0 for a static group."""
         return 0
 
     @property
     def world_size(self) -> int:
-        """Processes in the group."""
+        """Number of processes in the group."""
         return dist.get_world_size(self.group) if self._has_group() else 1
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group) if self._has_group() else 0
 
     @property
     def ranks(self) -> list[int]:
-        """Of the processes in the group, counted among all there are."""
+        """Global ranks of the processes in the group."""
         return dist.get_process_group_ranks(self.group) if self._has_group() else []
 
     def reset_wire_bytes(self) -> None:
-        """Begin to count anew."""
+        """Set the count of sent bytes to zero."""
         self.wire_bytes = 0
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        """The messages of all ranks, in order. Collective: one all-gather.
+        """Return the messages of all ranks, in order. Collective: one all-gather.
 
         Args:
             message: (n,), of the same length and dtype on all ranks.
         """
         if self.world_size == 1:
             return [message]
-        whole = message.new_empty(self.world_size, message.numel())
-        self._all_gather(whole.view(-1), message.contiguous())
+        gathered = message.new_empty(self.world_size, message.numel())
+        self._all_gather(gathered.view(-1), message.contiguous())
         self.wire_bytes += (self.world_size - 1) * message.nbytes
-        return list(whole)
+        return list(gathered)
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """What each rank has for this one, in order. Collective: one all-to-all.
+        """Return the message of every rank to this one, in order. Collective: one all-to-all.
 
         Args:
-            messages: for rank 0, 1, ..., all (n,) of one length.
+            messages: to rank 0, 1, ...; all of one shape (n,).
         """
         if self.world_size == 1:
             return list(messages)
-        whole = torch.stack(list(messages))
-        found = torch.empty_like(whole)
-        self._all_to_all(found.view(-1), whole.view(-1))
-        self.wire_bytes += (self.world_size - 1) * whole[0].nbytes
-        return list(found)
+        sent = torch.stack(list(messages))  # (world size, n)
+        received = torch.empty_like(sent)
+        self._all_to_all(received.view(-1), sent.view(-1))
+        self.wire_bytes += (self.world_size - 1) * sent[0].nbytes
+        return list(received)
 
     def all_reduce_mean(self, values: Tensor) -> Tensor:
-        """The mean over all ranks, in place. Collective: one all-reduce."""
+        """Replace values by their mean over all ranks. Collective: one all-reduce."""
         if self.world_size > 1:
             self._all_reduce(values)
             self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
@@ -145,20 +142,20 @@ class ReplicaGroup:
         return values
 
     def broadcast(self, values: Tensor, source: int) -> None:
-        """Give all ranks the values of one, in place. Collective: one broadcast.
+        """Replace values by those of one rank. Collective: one broadcast.
 
         Args:
-            source: rank in the group.
+            source: rank in the group whose values are sent.
         """
         if self.world_size > 1:
             self._broadcast(values, source)
             self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
 
     def all_gather_strings(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
-        """The texts of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
+        """Return the strings of all ranks, in order. Collectives: two all-gathers, of lengths and of JSON.
 
         Args:
-            device: of the tensors that are sent, since a group may have a backend for one kind of device alone.
+            device: device of the sent tensors; a group may support one type of device only.
         """
         if self.world_size == 1:
             return [list(texts)]
@@ -166,15 +163,15 @@ class ReplicaGroup:
         lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        found = self.all_gather(padded.to(device))
-        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
+        gathered = self.all_gather(padded.to(device))
+        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(gathered, lengths, strict=True)]
 
     def handle_error(self, error: SilentPeerError) -> None:
-        """Raise the error, unless the step it broke can be left out."""
+        """Raise the error, unless the failed step can be skipped."""
         raise error
 
     def should_commit(self) -> bool:
-        """Whether what was exchanged is to be applied; asked once, after the exchange of every step."""
+        """Return True if the exchanged momentum is to be applied; called once per step, after the exchange."""
         return True
 
     def _has_group(self) -> bool:
@@ -182,20 +179,20 @@ class ReplicaGroup:
             self._had_group = True
         elif self._had_group:
             raise UserError(
-                "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
-                "before it"
+                "the process group of this exchange was destroyed; step, save and load before calling "
+                "destroy_process_group()"
             )
         elif (count := world_size_from_env()) > 1:
             _warn_without_group(count)
         return self._had_group
 
-    def _all_gather(self, whole: Tensor, message: Tensor) -> None:
+    def _all_gather(self, output: Tensor, message: Tensor) -> None:
         with name_silent_ranks(self.group):
-            getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
+            getattr(dist, _ALL_GATHER)(output, message, group=self.group)
 
-    def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
+    def _all_to_all(self, output: Tensor, messages: Tensor) -> None:
         with name_silent_ranks(self.group):
-            dist.all_to_all_single(found, whole, group=self.group)
+            dist.all_to_all_single(output, messages, group=self.group)
 
     def _all_reduce(self, values: Tensor) -> None:
         with name_silent_ranks(self.group):
@@ -207,13 +204,13 @@ class ReplicaGroup:
 
 
 def as_replica_group(group: Any) -> ReplicaGroup:
-    """The replicas itself, or one over a process group, a mesh or None."""
+    """Return a ReplicaGroup as it is; wrap a process group, a mesh or None."""
     return group if isinstance(group, ReplicaGroup) else ReplicaGroup(group)
 
 
 @functools.cache
 def _warn_without_group(world_size: int) -> None:
-    """Once for each process."""
+    """Warn once per process that there is no process group."""
     logger.warning(
         "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "
         "torch.distributed.init_process_group() before the first step",
@@ -222,18 +219,18 @@ def _warn_without_group(world_size: int) -> None:
 
 
 @functools.cache
-def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
-    """Once for each: a mesh makes its groups with the default of their backend, whatever the first group was given."""
-    if own is not None and usual is not None and own > usual and dist.get_rank() == 0:
+def _warn_of_timeout(own: timedelta | None, default: timedelta | None) -> None:
+    """Warn once per timeout: the a mesh gives its groups the default timeout of the backend, not that of the first group."""
+    if own is not None and default is not None and own > default and dist.get_rank() == 0:
         logger.warning(
-            "the group of this mesh waits %s for a process that does not answer, where init_process_group was given "
-            "%s; init_device_mesh(backend_override=...) sets it for each dim",
-            *(own, usual),
+            "the timeout of this mesh dim is %s, longer than the %s given to init_process_group; set it with "
+            "init_device_mesh(backend_override=...)",
+            *(own, default),
         )
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """How long a group waits; None, which is the default of the backend, where it does not say."""
+    """Return the timeout of a group; None if it is unknown, which stands for the default of the backend."""
     group = dist.group.WORLD if group is None else group
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""The part of a tensor that this process holds, and whether it can be sent."""
+"""Local shards of tensors: gradients, placements and finiteness."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from scantling.numerics.torch_private import foreach_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, without a gradient."""
+    """Return the local shard of a tensor, detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the gradient of a parameter: of its dtype, placed as it is, and laid out as it is in memory.
+    """Convert a local tensor to a gradient with the dtype, placements and strides of a parameter.
 
-    Fused optimizers read a gradient in the order in which the numbers of its parameter lie.
+    Fused optimizers read gradients in the memory order of the parameter, so the strides must match.
     """
     cast, part = value.to(param.dtype), to_local(param)
     if cast.stride() != part.stride():
@@ -35,10 +35,10 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
 
 
 def match_placements(param: Tensor) -> None:
-    """Place the gradient of a parameter as the parameter is placed.
+    """Give the gradient of a parameter the placements of the parameter.
 
-    Under tensor and sequence parallelism each process can hold a part of the sum that is the gradient of a parameter
-    which all of them hold whole. Collectives: those of the placements that differ; none with FSDP2 alone.
+    With tensor or sequence parallelism, the gradient of a replicated parameter can be a partial sum on each process.
+    Collectives: those of the placements that differ; none with FSDP2 alone.
     """
     gradient = param.grad
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
@@ -46,56 +46,55 @@ def match_placements(param: Tensor) -> None:
 
 
 def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
-    """See that an exchange goes between replicas, and not between the parts of one.
+    """Raise if an exchange runs between shards of one replica instead of between replicas.
 
     Args:
-        params: some of them sharded.
-        ranks: of the processes of the exchange.
+        params: parameters, which may be sharded.
+        ranks: global ranks of the exchange.
 
     Raises:
-        UserError: processes that share a mesh of a parameter are to exchange with each other.
+        UserError: some of the ranks share the mesh of a parameter.
     """
-    between = set(ranks)
+    members = set(ranks)
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-        shared = sorted(between & set(mesh.mesh.flatten().tolist()))
+        shared = sorted(members & set(mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise UserError(
-                f"parameters are sharded over a mesh of which ranks {', '.join(map(str, shared))} would exchange with "
-                "each other as if each had a whole replica; give the exchange the group of those with one shard, such "
-                "as process_group=mesh['replicate'], and fully_shard mesh['shard'] alone"
+                f"ranks {', '.join(map(str, shared))} hold shards of the same parameters, but would exchange as "
+                "separate replicas; use process_group=mesh['replicate'] for the exchange and fully_shard(mesh=mesh['shard'])"
             )
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Whether no number is NaN or Inf, nor the sum of all magnitudes of a tensor.
+    """Return True if every element is finite and so is the sum of magnitudes of each tensor.
 
-    What is finite but as large as that becomes Inf on its way, in a mean or in the rounding to fewer bits.
+    Larger values would become Inf in a mean or when rounded to a lower precision.
     """
     filled = [value for value in values if value.numel() and value.is_floating_point()]
     return _norms_at_most(filled, 2, float("inf")) or _norms_at_most(filled, 1, torch.finfo(torch.bfloat16).max)
 
 
 def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
-    """Whether all norms are finite and at most so large; that of order 2 is several times as fast as others."""
+    """Return True if all norms are finite and at most `most`. Order 2 is several times faster than others."""
     if not values:
         return True
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    found = torch.stack([norm.float() for norm in foreach_norm(list(values), order, dtype)])
-    return bool((torch.isfinite(found) & (found <= most)).all())
+    norms = torch.stack([norm.float() for norm in foreach_norm(list(values), order, dtype)])
+    return bool((torch.isfinite(norms) & (norms <= most)).all())
 
 
 def all_agree(params: Iterable[Tensor], value: bool) -> bool:
-    """Whether it is so on all processes that share parameters of this replica.
+    """Return True if the value is True on all processes that share parameters of this replica.
 
-    Collectives: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
+    Collectives, for sharded parameters: one all-reduce of 4 bytes per dim of their mesh.
 
     Raises:
-        SilentPeerError: one of them does not answer.
+        SilentPeerError: a process does not answer.
     """
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-        found = torch.tensor([float(value)], device=mesh.device_type)
+        agreed = torch.tensor([float(value)], device=mesh.device_type)
         for group in mesh.get_all_groups():
             with name_silent_ranks(group):
-                dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-                value = bool(found)  # a GPU is waited for here, so that its errors come here too
+                dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+                value = bool(agreed)  # waits for a GPU, so that its errors are raised here
     return value

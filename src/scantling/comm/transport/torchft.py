@@ -1,9 +1,8 @@
-"""Replicas that die, and come, while the others train on: the exchange under a manager of torchft.
+"""Replicas that can fail and join while the others continue, managed by torchft.
 
-The manager (`torchft.Manager`) finds out before every step who takes part. Where an exchange breaks, because somebody
-died or was stopped in it, nothing of it is applied, and the gradients of that step stay in the residuals of those that
-are left, where there are residuals. Who comes, or was away, takes weights and optimizer state from one that is there,
-and begins with residuals of zero.
+`torchft.Manager` decides before every step which replicas take part. If an exchange fails because a replica died or was
+stopped, its result is discarded, and the gradients of that step stay in the residuals of the remaining replicas. A
+replica that joins or returns gets weights and optimizer state from an active one and starts with zero residuals.
 
     manager = torchft.Manager(pg=group, load_state_dict=None, state_dict=None, min_replica_size=1,
                               use_async_quorum=False, timeout=timedelta(seconds=10))
@@ -34,20 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFTGroup(ReplicaGroup):
-    """What replicas exchange over whose number a `torchft.Manager` decides at every step.
+    """Group of replicas whose members a `torchft.Manager` decides at every step.
 
-    It goes into `process_group` of `DeMo` and of `MomentumExchange`, whose `exchange()` is False, and whose `step()`
-    changes nothing, where the exchange broke. `delay` and `overlap` need a fixed set of replicas, and are
-    refused. Of what is sent in fp32 in full no residual is kept, and its gradients in a step that broke are lost; with
-    `exchange="dense"`, those of everything.
+    Pass it as `process_group` to `DeMo` or `MomentumExchange`. After a failed exchange, `exchange()` returns False and
+    `step()` changes nothing. `delay` and `overlap` need a fixed set of replicas and are refused. Parameters sent dense
+    in fp32 have no residual, so their gradients of a failed step are lost; with `exchange="dense"` all of them.
 
     Args:
-        manager: with `use_async_quorum=False`: replicas are whole before their forward pass, or not there. Call its
-            `start_quorum()` before every forward pass; `should_commit()` is called by the exchange.
-        group: the process group that the manager was given, such as `torchft.ProcessGroupGloo`.
+        manager: with `use_async_quorum=False`, so that a replica is complete before its forward pass. Call its
+            `start_quorum()` before every forward pass; the exchange calls `should_commit()`.
+        group: process group of the manager, such as `torchft.ProcessGroupGloo`.
 
     Raises:
-        UserError: a manager that heals replicas while the others train.
+        UserError: a manager with an asynchronous quorum.
 
     Example:
         >>> replicas = sc.comm.TorchFTGroup(manager, group)  # doctest: +SKIP
@@ -59,33 +57,37 @@ class TorchFTGroup(ReplicaGroup):
         super().__init__()
         self.is_static = False
         if getattr(manager, "_use_async_quorum", False):
-            raise UserError("a replica must be whole before its forward pass: torchft.Manager(use_async_quorum=False)")
+            raise UserError(
+                "the manager has use_async_quorum=True, but a replica must be complete before its forward pass; use "
+                "torchft.Manager(use_async_quorum=False)"
+            )
         self.manager, self._managed = manager, group
         self._last: Any = None
         self._generation = 0
 
     def join(self, model: nn.Module, *parts: Any) -> None:
-        """Let the manager give a replica that comes, or was away, what the others have. Call it once, at the start.
+        """Let the manager copy the state of active replicas to joining ones. Call it once, at the start.
 
         Args:
-            model: its weights and buffers are given.
-            parts: optimizers and exchanges, schedulers and whatever has `state_dict` and `load_state_dict`, in the same
-                order on all replicas. Of `DeMo` and `MomentumExchange` all but the residuals, which begin anew.
+            model: the model; its weights and buffers are copied.
+            parts: optimizers, exchanges, schedulers and other objects with `state_dict` and `load_state_dict`, in the
+                same order on all replicas. Residuals of `DeMo` and `MomentumExchange` are not copied; they start at
+                zero.
         """
 
-        def given() -> dict[str, Any]:
-            return {"model": model.state_dict(), "parts": [_shared(part) for part in parts]}
+        def save() -> dict[str, Any]:
+            return {"model": model.state_dict(), "parts": [_save_shared(part) for part in parts]}
 
-        def taken(state: dict[str, Any]) -> None:
+        def load(state: dict[str, Any]) -> None:
             model.load_state_dict(state["model"])
             for part, saved in zip(parts, state["parts"], strict=True):
-                _take(part, saved)
+                _load_shared(part, saved)
 
-        self.manager.register_state_dict_fn("scantling", taken, given)
+        self.manager.register_state_dict_fn("scantling", load, save)
 
     @property
     def step(self) -> int:
-        """Steps that were applied."""
+        """Number of applied steps."""
         count: int = self.manager.current_step()
         return count
 
@@ -112,39 +114,39 @@ class TorchFTGroup(ReplicaGroup):
         return 0 if group is None else int(group.rank())
 
     def handle_error(self, error: SilentPeerError) -> None:
-        """Leave out the step, and let the manager find out who is left."""
-        logger.warning("step %d is left out, its gradients stay where there are residuals: %s", self.step + 1, error)
+        """Skip the step and report the error to the manager, which finds the remaining replicas."""
+        logger.warning("step %d is skipped; its gradients stay in the residuals: %s", self.step + 1, error)
         self.manager.report_error(error)
 
     def should_commit(self) -> bool:
-        found: bool = self.manager.should_commit()
-        return found
+        commit: bool = self.manager.should_commit()
+        return commit
 
     def _group(self) -> Any:
-        """The group of those that take part now, which another replaces when others do; None before the first."""
-        wrapped = hasattr(self._managed, "configure")  # a group of torchft around one of PyTorch
-        return getattr(self._managed, "_pg", None) if wrapped else self._managed
+        """Return the process group of the current members, which a new one replaces when they change; None at first."""
+        is_wrapper = hasattr(self._managed, "configure")  # torchft wraps a process group of PyTorch
+        return getattr(self._managed, "_pg", None) if is_wrapper else self._managed
 
-    def _all_gather(self, whole: Tensor, message: Tensor) -> None:
-        with _named():
-            all_gather_into(self._group(), whole, message).wait()
+    def _all_gather(self, output: Tensor, message: Tensor) -> None:
+        with _convert_errors():
+            all_gather_into(self._group(), output, message).wait()
 
-    def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
-        with _named():
-            self._group().alltoall_base(found, whole, [], []).wait()
+    def _all_to_all(self, output: Tensor, messages: Tensor) -> None:
+        with _convert_errors():
+            self._group().alltoall_base(output, messages, [], []).wait()
 
     def _all_reduce(self, values: Tensor) -> None:
-        with _named():
+        with _convert_errors():
             self._group().allreduce([values]).wait()
 
     def _broadcast(self, values: Tensor, source: int) -> None:
-        with _named():
+        with _convert_errors():
             self._group().broadcast(values, source).wait()
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Context of collectives, whose errors do not say more than that somebody does not answer."""
+def _convert_errors() -> Iterator[None]:
+    """Convert errors of collectives into SilentPeerError; torchft does not say which replica failed."""
     try:
         yield
     except RuntimeError as error:
@@ -152,13 +154,12 @@ def _named() -> Iterator[None]:
         raise SilentPeerError(f"another replica does not answer ({first})") from error
 
 
-def _shared(part: Any) -> dict[str, Any]:
-    whole = part.shared_state_dict() if hasattr(part, "shared_state_dict") else part.state_dict()
-    found: dict[str, Any] = whole
-    return found
+def _save_shared(part: Any) -> dict[str, Any]:
+    state: dict[str, Any] = part.shared_state_dict() if hasattr(part, "shared_state_dict") else part.state_dict()
+    return state
 
 
-def _take(part: Any, state: dict[str, Any]) -> None:
+def _load_shared(part: Any, state: dict[str, Any]) -> None:
     if not hasattr(part, "load_shared_state_dict"):
         part.load_state_dict(state)
         return
