@@ -43,6 +43,7 @@ import torch
 from scantling.distributed.context import DistContext
 from scantling.trainer.data.loader import Batch, BatchSource
 from scantling.trainer.data.sampler import Sampler
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import check_recipe
 from scantling.trainer.recipe.schema import Recipe
 from scantling.trainer.tasks import get_task
@@ -120,6 +121,7 @@ class Setup:
         self.context = DistContext(0, 1, self.device)
         self.task = get_task("causal-lm")
         self.data = self.task.prepare(self.recipe.data, seed=0, progress=None)
+        self.run = ResolvedRun(self.recipe, self.task, 1, self.device.type, self.data)
 
     def source(self) -> BatchSource:
         sampler = Sampler(len(self.data.train), batch_size=self.recipe.batch_size, seed=0)
@@ -143,7 +145,7 @@ class Setup:
 
     def model(self) -> Any:
         with BUILD:
-            return build_run_model(self.recipe, self.task, self.data).to(self.device)
+            return build_run_model(self.run).to(self.device)
 
     def lr(self, step: int) -> float:
         return lr_factor(step, steps=self.steps, schedule="cosine", warmup=0.05, min_ratio=0.1)
@@ -186,9 +188,7 @@ def ours(setup: Setup, turn: Callable[[], None]) -> list[float]:
         memory, energy = MemoryMeter(setup.device), EnergyMeter(setup.device)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", setup.context)
         with BUILD:
-            loop = build_loop(
-                setup.recipe, setup.task, setup.data, setup.context, checkpointer, memory=memory, energy=energy
-            )
+            loop = build_loop(setup.run, setup.context, checkpointer, memory=memory, energy=energy)
         loop.sink = JsonlSink(Path(folder) / "metrics.jsonl")
         take = loop.batches.next_step
 

@@ -27,17 +27,19 @@ from small_models import ROOT, data_folder, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.distributed.context import DistContext
+from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import UserError
 from scantling.optim.registry import build_optimizer
 from scantling.trainer.data.hashing import key64, uniform
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.dlrm import DLRM
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.recipe.schema import TensorSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.build import build_run_model, run_evaluation
+from scantling.trainer.training.build import build_run_model
+from scantling.trainer.training.evaluate import evaluate_heldout
 from scantling.trainer.training.schedule import lr_factor
 
 RECIPE = ROOT / "recipes" / "flights-dlrm.yaml"
@@ -162,7 +164,8 @@ def run_training(spec: Spec) -> Line:
     recipe = load_recipe(build_recipe(spec))
     task = get_task("clicks")
     data = task.prepare(recipe.data, seed=0)
-    model = build_run_model(recipe, task, data)
+    run = ResolvedRun(recipe, task, world_size=1, device="cpu", data=data)
+    model = build_run_model(run)
     torch.manual_seed(spec["seed"])
     compressed(model, spec["kind"], spec["rank"])
     groups = sc.param_groups(model, **TensorSection().rates(recipe.optim.lr))
@@ -182,7 +185,7 @@ def run_training(spec: Spec) -> Line:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    figures = run_evaluation(recipe, model, task, data, DistContext(0, 1, torch.device("cpu")))
+    figures = evaluate_heldout(run, model, SINGLE_PROCESS)
     sizes = {
         "num_parameters": sum(param.numel() for param in model.parameters()),
         "table_numbers": sum(param.numel() for param in model.tables.parameters()),

@@ -268,16 +268,19 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from scantling.trainer.data.loader import BatchSource
     from scantling.trainer.data.sampler import Sampler
     from scantling.trainer.models.build import recipe_task
+    from scantling.trainer.planning.resolve import ResolvedRun
     from scantling.trainer.recipe import load_recipe
     from scantling.trainer.tasks import get_task
-    from scantling.trainer.training.build import build_run_model, run_evaluation
+    from scantling.trainer.training.build import build_run_model
+    from scantling.trainer.training.evaluate import evaluate_heldout
     from scantling.trainer.training.schedule import lr_factor
 
     world = spec["replicas"]
     recipe = load_recipe(build_recipe(spec))
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
-    model = build_run_model(recipe, task, data)
+    run = ResolvedRun(recipe, task, world, "cpu", data)
+    model = build_run_model(run)
     work = get_work(spec)
     options: dict[str, Any] = {}
     if start := warm_up_steps(spec["method"], spec["steps"]):
@@ -307,7 +310,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
             break
         losses.append(float(loss))
         if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
-            figures = run_evaluation(recipe, model, task, data, context)
+            figures = evaluate_heldout(run, model, context)
             heldout.append([step, figures["eval_loss"]])
             model.train()
     dense = float(allreduce_wire_bytes(4 * numel(model), world))

@@ -19,7 +19,7 @@ def dated(script: str, **found: Any) -> dict[str, Any]:
         script: `__file__` of the running script.
         found: the results.
     """
-    from scantling.trainer.training.rundir import environment
+    from scantling.trainer.training.run_dir import environment
 
     command = ["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]
     return {"command": command, "date": time.strftime("%Y-%m-%d"), **environment(), **found}

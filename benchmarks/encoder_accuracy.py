@@ -118,9 +118,9 @@ def finished(run_dir: Path) -> Line:
     from scantling.tensor.layer import TTLayer
     from scantling.tensor.linear import TTLinear
     from scantling.trainer.reporting.metrics import read_metrics
-    from scantling.trainer.training.trained import load_trained
+    from scantling.trainer.training.trained_run import load_run
 
-    run = load_trained(run_dir)
+    run = load_run(run_dir)
     model = run.model
     tests, right, pairs = {}, {}, {}
     answers: list[torch.Tensor] = []

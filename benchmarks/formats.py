@@ -31,7 +31,6 @@ from scantling.groups import MatrixDims, Role
 from scantling.tensor.formats import FORMATS
 from scantling.tensor.modes import split
 from scantling.tensor.shared_input import fuse_shared_inputs
-from scantling.trainer.training.methods import Method
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]
 OF_CORES = {name.replace("-", " "): options for name, options in FORMATS.items()}
@@ -88,38 +87,32 @@ def build_layer(name: str, linear: nn.Linear, share: float) -> nn.Module:
     return layer
 
 
-class Format(Method):
-    """Method that replaces the linear layers of a decoder's blocks.
+def replace_linears(model: nn.Module, name: str, share: float) -> nn.Module:
+    """Replace the linear layers of a decoder's blocks.
 
     Args:
+        model: changed in place.
         name: name of the format, `btt` or one of OF_CORES.
         share: share of the dense layer's parameters.
     """
-
-    name = "format"
-
-    def __init__(self, name: str, share: float) -> None:
-        self.format, self.share = name, share
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        for path, module in list(model.named_modules()):
-            if type(module) is nn.Linear and ".layers." in path:
-                parent, _, last = path.rpartition(".")
-                setattr(model.get_submodule(parent), last, build_layer(self.format, module, self.share))
-        fuse_shared_inputs(model)
-        return model
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and ".layers." in path:
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, build_layer(name, module, share))
+    fuse_shared_inputs(model)
+    return model
 
 
 def register(name: str, share: float, core_lr: float) -> None:
-    """Register a format as a method for runs in this process; its matrices or cores have their own learning rate."""
+    """Register a format for the runs of this process; its matrices or cores have their own learning rate."""
     from scantling.trainer.training import build
 
-    real = build.param_groups
+    convert, groups = build.convert_model, build.param_groups
 
-    def build_methods(recipe: Any) -> list[Method]:
-        return [Format(name, share)]
+    def convert_model(model: Any, recipe: Any) -> Any:
+        return replace_linears(convert(model, recipe), name, share)
 
     def param_groups(model: nn.Module, *, weight_decay: float, **_: Any) -> list[dict[str, Any]]:
-        return real(model, weight_decay=weight_decay, core_lr=core_lr)
+        return groups(model, weight_decay=weight_decay, core_lr=core_lr)
 
-    build.build_methods, build.param_groups = build_methods, param_groups
+    build.convert_model, build.param_groups = convert_model, param_groups

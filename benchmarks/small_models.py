@@ -129,7 +129,7 @@ def run_facts(began: float) -> dict[str, Any]:
     """Return when and where a run was made, and how long it took."""
     import torch
 
-    from scantling.trainer.training.rundir import environment
+    from scantling.trainer.training.run_dir import environment
 
     found = environment()
     return {

@@ -35,7 +35,7 @@ def damage(folder: Path, seed: int, files: list[str] | None = None) -> str:
         _link_to_itself,
         _pipe_instead,
         _empty,
-        _cut,
+        _truncated,
         _flipped,
         _overwritten,
         _text_before,
@@ -74,7 +74,7 @@ def _empty(path: Path, source: random.Random) -> str:
     return ""
 
 
-def _cut(path: Path, source: random.Random) -> str:
+def _truncated(path: Path, source: random.Random) -> str:
     size = source.randrange(path.stat().st_size)
     os.truncate(path, size)
     return f"to {size}"
@@ -83,19 +83,19 @@ def _cut(path: Path, source: random.Random) -> str:
 def _flipped(path: Path, source: random.Random) -> str:
     content = bytearray(path.read_bytes())
     limit = source.choice([len(content), min(len(content), 300)])  # damages headers too
-    place, value = source.randrange(limit), source.randrange(1, 256)
-    content[place] ^= value
+    i, value = source.randrange(limit), source.randrange(1, 256)
+    content[i] ^= value
     path.write_bytes(content)
-    return f"{place} ^ {value}"
+    return f"{i} ^ {value}"
 
 
 def _overwritten(path: Path, source: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    place = source.randrange(len(content))
+    start = source.randrange(len(content))
     noise = source.randbytes(source.randrange(1, 40))
-    content[place : place + len(noise)] = noise
+    content[start : start + len(noise)] = noise
     path.write_bytes(content)
-    return f"at {place}"
+    return f"at {start}"
 
 
 def _text_before(path: Path, source: random.Random) -> str:
@@ -104,16 +104,17 @@ def _text_before(path: Path, source: random.Random) -> str:
     return repr(text)
 
 
-def _places(content: Any) -> list[tuple[Any, Any]]:
+def _entries(content: Any) -> list[tuple[Any, Any]]:
+    """Return (container, key) of all entries of nested JSON."""
     keys = range(len(content)) if isinstance(content, list) else content if isinstance(content, dict) else ()
     found = [(content, key) for key in keys]
-    return found + [place for key in keys for place in _places(content[key])]
+    return found + [entry for key in keys for entry in _entries(content[key])]
 
 
 def _other_value(path: Path, source: random.Random) -> str:
     content = json.loads(path.read_text(encoding="utf-8"))
     top = [(content, key) for key in content] if isinstance(content, dict) else []
-    places = source.choice([top, _places(content)])
+    places = source.choice([top, _entries(content)])
     if not places:
         return _other_root(path, source)
     where, key = source.choice(places)
@@ -124,7 +125,7 @@ def _other_value(path: Path, source: random.Random) -> str:
 
 def _other_key(path: Path, source: random.Random) -> str:
     content = json.loads(path.read_text(encoding="utf-8"))
-    places = [(where, key) for where, key in _places(content) if isinstance(where, dict)]
+    places = [(where, key) for where, key in _entries(content) if isinstance(where, dict)]
     if not places:
         return _other_root(path, source)
     where, key = source.choice(places)

@@ -69,14 +69,14 @@ def quiet_exit() -> None:
 def torchrun_names(rank: int, world: int, port: int = 0, machines: int = 1) -> dict[str, str]:
     """Return the environment variables that torchrun sets, for machines with equally many processes."""
     local = world // machines
-    places = {
+    names = {
         "RANK": rank,
         "LOCAL_RANK": rank % local,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": local,
         "MASTER_PORT": port,
     }
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -117,13 +117,8 @@ def scantling(
     Args:
         before: called in each process before the command; a module-level function, because it is pickled by name.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        files = [(Path(folder) / f"out-{rank}", Path(folder) / f"err-{rank}") for rank in range(processes)]
-        started = Started(["scantling", *map(str, arguments)], files, cwd=cwd, env=env, before=before)
-        try:
-            code = started.wait(timeout)
-        finally:
-            started.kill()
+    with _started(arguments, processes, cwd=cwd, env=env, before=before) as (started, files):
+        code = started.wait(timeout)
         out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files, strict=True))
         return subprocess.CompletedProcess(arguments, code, out, err)
 
@@ -159,14 +154,23 @@ def on_machines(
         before: called in each process before the command; a module-level function, because it is pickled by name.
     """
     count = len(folders) * processes
+    with _started(arguments, count, env=env, before=before, machines=folders) as (started, files):
+        codes = started.wait_for_each(timeout)
+        return [Ended(code, *(path.read_text() for path in paths)) for code, paths in zip(codes, files, strict=True)]
+
+
+@contextlib.contextmanager
+def _started(
+    arguments: Sequence[str | Path], count: int, **options: Any
+) -> Iterator[tuple[Started, list[tuple[Path, Path]]]]:
+    """Start the command line in `count` processes with files for their output; kill remaining processes at the end."""
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder) / f"out-{rank}", Path(folder) / f"err-{rank}") for rank in range(count)]
-        started = Started(["scantling", *map(str, arguments)], files, env=env, before=before, machines=folders)
+        started = Started(["scantling", *map(str, arguments)], files, **options)
         try:
-            codes = started.wait_for_each(timeout)
+            yield started, files
         finally:
             started.kill()
-        return [Ended(code, *(path.read_text() for path in paths)) for code, paths in zip(codes, files, strict=True)]
 
 
 class Started:
@@ -196,19 +200,19 @@ class Started:
     ) -> None:
         self._words, self._log = words, files[0][0]
         folders = machines or [cwd or Path.cwd()]
-        places: list[dict[str, str]] = [{}]
+        rank_env: list[dict[str, str]] = [{}]
         if len(files) > 1:
-            with socket.create_server(("127.0.0.1", 0)) as found:
-                port = found.getsockname()[1]
-            places = [torchrun_names(rank, len(files), port, len(folders)) for rank in range(len(files))]
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            rank_env = [torchrun_names(rank, len(files), port, len(folders)) for rank in range(len(files))]
         self._processes: list[BaseProcess] = []
-        self._are_told = False
+        self._is_terminated = False
         # otherwise this process would wait at exit for all processes left
         weakref.finalize(self, _kill, self._processes)
-        for rank, (place, paths) in enumerate(zip(places, files, strict=True)):
-            whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **place}
-            given = (words, folders[rank * len(folders) // len(files)], whole, paths, own_session, before)
-            self._processes.append(server().Process(target=_command, args=given))
+        for rank, (own_env, paths) in enumerate(zip(rank_env, files, strict=True)):
+            full_env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **own_env}
+            args = (words, folders[rank * len(folders) // len(files)], full_env, paths, own_session, before)
+            self._processes.append(server().Process(target=_command, args=args))
             self._processes[-1].start()
 
     @property
@@ -229,8 +233,8 @@ class Started:
 
     def poll(self) -> int | None:
         """Return the exit code once all have ended; if one has failed, terminate the others."""
-        if not self._are_told and any(process.exitcode for process in self._processes):
-            self._are_told = True
+        if not self._is_terminated and any(process.exitcode for process in self._processes):
+            self._is_terminated = True
             self.terminate()
         return self.returncode
 
@@ -335,11 +339,11 @@ def start(words: Sequence[str], **env: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         start_new_session=True,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=_restore_interrupts,
     )
 
 
-def _heed_interrupts() -> None:
+def _restore_interrupts() -> None:
     """Restore the default SIGINT and SIGHUP handling, because children inherit ignored signals (shell jobs, nohup)."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -357,7 +361,7 @@ def wait_for(condition: Callable[[], bool], process: Running, *, timeout: float 
         if process.poll() is not None:
             raise AssertionError(f"the process ended too early, with {process.returncode}:\n{process.communicate()[0]}")
         time.sleep(0.005)
-    raise AssertionError(f"what was waited for did not come in {timeout} s")
+    raise AssertionError(f"the condition did not hold within {timeout} s")
 
 
 def wait_for_step(metrics: Path, step: int, process: Running) -> None:

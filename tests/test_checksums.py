@@ -15,8 +15,8 @@ import scantling as sc
 from scantling.checksums import CHECKSUMS, check_checksums, write_checksums
 from scantling.cli import run
 from scantling.errors import UserError
-from scantling.trainer.training.export import export_hf
 from scantling.trainer.training.quantize import quantize_run
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import tiny_recipe, write_recipe
 
 
@@ -38,7 +38,7 @@ NAMES = ("dense", "tt", "packed dense", "packed tt")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_flipped_bit_is_found(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_check_checksums_finds_every_flipped_bit(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = random.Random(0)
     folder = shutil.copytree(folders[name], tmp_path / "copy")
     sc.load(folder)
@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_found(name: str, folders: dict[str, Path], tmp_pat
     sc.load(folder)
 
 
-def test_every_bit_of_the_checksums_is_covered(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_check_checksums_finds_flips_in_the_checksums(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["packed dense"], tmp_path / "copy")
     path = folder / CHECKSUMS
     whole = path.read_bytes()
@@ -72,7 +72,7 @@ def test_every_bit_of_the_checksums_is_covered(folders: dict[str, Path], tmp_pat
                 check_checksums(folder)
 
 
-def test_missing_and_cut_files_are_found(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_load_refuses_missing_and_changed_files(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["packed dense"], tmp_path / "copy")
     (folder / "generation_config.json").unlink()
     with pytest.raises(UserError, match=r"cannot read .*generation_config.json, which .* lists \(No such file"):
@@ -87,7 +87,7 @@ def test_missing_and_cut_files_are_found(folders: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", CHECKSUMS])
-def test_pipes_in_place_of_files_are_not_waited_for(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_load_refuses_pipes(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["dense"], tmp_path / "copy")
     (folder / name).unlink()
     os.mkfifo(folder / name)
@@ -95,7 +95,7 @@ def test_pipes_in_place_of_files_are_not_waited_for(name: str, folders: dict[str
         sc.load(folder)
 
 
-def test_a_folder_may_be_changed_on_purpose(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_load_without_checksums_reads_changed_files(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["packed dense"], tmp_path / "copy")
     (folder / "README.md").write_text("My model.\n")
     sc.load(folder)
@@ -109,20 +109,20 @@ def test_a_folder_may_be_changed_on_purpose(folders: dict[str, Path], tmp_path: 
     sc.load(folder)
 
 
-def test_sha256sum_checks_the_folder(folders: dict[str, Path]) -> None:
+def test_sha256sum_accepts_the_checksums(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         done = subprocess.run(["sha256sum", "-c", CHECKSUMS], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("line", [f"{'0' * 64}  ../secret", f"{'0' * 64}  /etc/passwd", "", f"{'0' * 63}  a"])
-def test_lines_that_are_no_checksums_of_files_here_are_refused(line: str, tmp_path: Path) -> None:
+def test_check_checksums_refuses_invalid_lines(line: str, tmp_path: Path) -> None:
     (tmp_path / CHECKSUMS).write_text(line + "\n")
     with pytest.raises(UserError, match=r"is damaged: .* is not a line of sha256sum"):
         check_checksums(tmp_path)
 
 
-def test_training_from_a_damaged_export_is_refused(
+def test_train_refuses_a_damaged_export(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(folders["dense"], tmp_path / "copy")
@@ -136,6 +136,6 @@ def test_training_from_a_damaged_export_is_refused(
     assert "differs from its checksum" in " ".join(capsys.readouterr().err.split())
 
 
-def test_folders_of_save_pretrained_have_no_checksums(tmp_path: Path) -> None:
+def test_save_pretrained_folders_load_without_checksums(tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     sc.load(tmp_path)

@@ -66,7 +66,7 @@ def load(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_an_error_that_names_the_file(
+def test_load_of_damaged_files_names_the_file(
     kind: str, folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = check_damage(folders(kind), tmp_path, range(CASES), load, UserError)
@@ -84,7 +84,7 @@ def test_damage_is_an_error_that_names_the_file(
         ("max_position_embeddings", 2**40),
     ],
 )
-def test_settings_of_a_giant_take_no_memory(
+def test_load_refuses_huge_configs_without_allocating(
     kind: str, key: str, value: int, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
@@ -102,7 +102,7 @@ def test_settings_of_a_giant_take_no_memory(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_byte_order_marks_are_left_out(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_load_ignores_byte_order_marks(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     source = folders(kind)
     before = load(source)
     for path in source.iterdir():
@@ -119,7 +119,7 @@ def test_byte_order_marks_are_left_out(kind: str, folders: Callable[[str], Path]
     assert torch.equal(model(ids).logits, before(ids).logits)
 
 
-def test_a_large_group_in_a_packed_file_takes_no_memory(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_load_of_huge_group_size_takes_no_memory(folders: Callable[[str], Path], tmp_path: Path) -> None:
     model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": 32})
     save_quantized(model, tmp_path / "out")
     (tmp_path / "out" / "scantling.sha256").unlink()
@@ -132,14 +132,14 @@ def test_a_large_group_in_a_packed_file_takes_no_memory(folders: Callable[[str],
 
 
 @pytest.mark.parametrize("name", ["AutoModel", "BertTokenizer", "pipeline", "PreTrainedModel", "", "a.b"])
-def test_names_that_are_no_model_classes_are_refused(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_load_refuses_unknown_architectures(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     content = json.loads((folders("dense") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": [name]}))
     with pytest.raises(UserError, match=r"config\.json: transformers .* has no model class"):
         load(tmp_path)
 
 
-def test_weights_of_other_shapes_are_named(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_load_names_weights_of_other_shapes(folders: Callable[[str], Path], tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(5)
@@ -151,7 +151,7 @@ def test_weights_of_other_shapes_are_named(folders: Callable[[str], Path], tmp_p
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "mixtral"])
-def test_layers_that_the_configuration_does_not_have_are_named(family: str, tmp_path: Path) -> None:
+def test_load_names_layers_missing_in_the_config(family: str, tmp_path: Path) -> None:
     made(family).save_pretrained(tmp_path)
     load(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -163,7 +163,7 @@ def test_layers_that_the_configuration_does_not_have_are_named(family: str, tmp_
         load(tmp_path)
 
 
-def test_tensors_that_no_layer_takes_are_left(tmp_path: Path) -> None:
+def test_load_ignores_tensors_without_a_layer(tmp_path: Path) -> None:
     made("bert").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["cls.seq_relationship.weight"] = torch.ones(2, 2)  # belongs to a head for another task

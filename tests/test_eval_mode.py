@@ -9,7 +9,7 @@ from torch import nn
 from scantling.eval_mode import eval_mode
 
 
-def test_each_module_has_its_own_mode_again() -> None:
+def test_eval_mode_restores_each_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
     model[2].eval()  # frozen statistics, as in fine-tuning
     before = [module.training for module in model.modules()]

@@ -13,13 +13,12 @@ from scantling import files
 from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import RunError, UserError
 from scantling.trainer.data.cache import Cache
-from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import JsonlSink
 
 
-def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomic_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
     monkeypatch.setattr("secrets.token_hex", lambda size: "0")
@@ -30,7 +29,7 @@ def test_write_whole_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest
     assert victim.read_text() == "kept"
 
 
-def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
+def test_write_atomic_uses_unpredictable_names(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
     (tmp_path / f"result.json.{os.getpid()}.tmp").symlink_to(victim)
@@ -41,7 +40,7 @@ def test_write_whole_uses_names_nobody_can_predict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(28, os.strerror(28)), Exception("Error while serializing: I/O error: ... (os error 28)")]
 )
-def test_folder_on_a_full_disk_is_a_run_error_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+def test_atomic_folder_on_a_full_disk_leaves_nothing(tmp_path: Path, error: Exception) -> None:
     def write() -> None:
         with files.atomic_folder(tmp_path / "whole") as aside:
             (aside / "part").write_text("x")
@@ -53,7 +52,7 @@ def test_folder_on_a_full_disk_is_a_run_error_and_leaves_nothing(tmp_path: Path,
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_write_whole_keeps_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
+def test_write_atomic_uses_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         files.write_atomic(tmp_path / "result.json", "new")
@@ -76,7 +75,7 @@ def test_run_lock_follows_no_planted_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", ["export", "data cache"])
 @pytest.mark.parametrize("planted", ["link", "dangling link", "folder"])
-def test_folders_written_aside_follow_no_planted_link(tmp_path: Path, writer: str, planted: str) -> None:
+def test_atomic_folder_follows_no_planted_link(tmp_path: Path, writer: str, planted: str) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept").write_text("kept")
@@ -104,7 +103,7 @@ def test_folders_written_aside_follow_no_planted_link(tmp_path: Path, writer: st
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_lock_of_the_data_cache_follows_no_planted_link(tmp_path: Path) -> None:
+def test_data_cache_lock_follows_no_planted_link(tmp_path: Path) -> None:
     (tmp_path / "kind").mkdir()
     (tmp_path / "kind" / "key.lock").symlink_to(tmp_path / "planted")
     with pytest.raises(UserError, match="cannot write the data cache"):
@@ -137,7 +136,7 @@ def test_checkpoints_follow_no_planted_link(tmp_path: Path, name: str, target: s
     checkpointer = Checkpointer(folder, SINGLE_PROCESS)
     with contextlib.suppress(RunError):
         checkpointer.save(3, State({"a": torch.arange(3)}, {}))
-        assert damage(folder / "step-3") is None
+        assert find_damage(folder / "step-3") is None
         assert not (folder / "step-3").is_symlink()
     if target == "folder":
         assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("file", "kept")]

@@ -13,7 +13,7 @@ from scantling.errors import UserError
 from scantling.groups import check_matrix_dims, param_groups
 
 
-def described(model: nn.Module) -> dict[str, tuple[str, Any]]:
+def describe_groups(model: nn.Module) -> dict[str, tuple[str, Any]]:
     groups = param_groups(model, weight_decay=0.1)
     assert all(group["params"] for group in groups)
     assert all(group["weight_decay"] == (0.0 if group["role"] == "vector" else 0.1) for group in groups)
@@ -56,8 +56,8 @@ MATRIX, VECTOR, EMBEDDING = ("matrix", ((0,), (1,))), ("vector", None), ("embedd
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_layers_of_torch(module: nn.Module, expected: dict[str, Any]) -> None:
-    assert described(module) == expected
+def test_param_groups_of_torch_layers(module: nn.Module, expected: dict[str, Any]) -> None:
+    assert describe_groups(module) == expected
 
 
 class Loose(nn.Module):
@@ -74,8 +74,8 @@ class Loose(nn.Module):
         self.frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
 
 
-def test_parameters_of_other_modules_go_by_their_shape() -> None:
-    assert described(Loose()) == {
+def test_param_groups_of_other_modules_use_shapes() -> None:
+    assert describe_groups(Loose()) == {
         "experts": ("matrix", ((1,), (2,))),
         "deep_experts": ("matrix", ((2,), (3,))),
         "experts_bias": VECTOR,
@@ -104,8 +104,8 @@ class Cores(nn.Module):
         }
 
 
-def test_a_module_declares_what_its_parameters_are() -> None:
-    assert described(nn.Sequential(Cores())) == {
+def test_parameter_roles_override_the_rules() -> None:
+    assert describe_groups(nn.Sequential(Cores())) == {
         "0.cores.0": ("matrix", ((0, 1), (2,))),
         "0.cores.1": ("matrix", ((0, 1), (2,))),
         "0.gate": VECTOR,
@@ -122,8 +122,8 @@ class Outer(nn.Module):
         return {"inner.gate": ("matrix", ((1,), (0,)))}
 
 
-def test_the_declaration_of_the_outer_module_stands() -> None:
-    found = described(Outer())
+def test_outer_parameter_roles_override_inner() -> None:
+    found = describe_groups(Outer())
     assert found["inner.gate"] == ("matrix", ((1,), (0,)))
     assert found["inner.cores.0"] == ("matrix", ((0, 1), (2,)))
 
@@ -138,7 +138,7 @@ def test_the_declaration_of_the_outer_module_stands() -> None:
     ],
     ids=str,
 )
-def test_false_declarations_are_refused(roles: dict[str, Any], message: str) -> None:
+def test_param_groups_refuses_invalid_parameter_roles(roles: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=r"parameter_roles\(\) of Cores at '0'") as error:
         param_groups(nn.Sequential(Cores(roles)))
     assert message in str(error.value)
@@ -160,14 +160,14 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_a_tied_head_appears_once_as_embedding(head_first: bool) -> None:
-    found = described(Tied(head_first=head_first, tie=True))
+def test_tied_head_is_one_embedding(head_first: bool) -> None:
+    found = describe_groups(Tied(head_first=head_first, tie=True))
     assert found == {("head.weight" if head_first else "table.weight"): EMBEDDING, "head.bias": VECTOR}
 
 
-def test_an_untied_head_is_an_embedding_too() -> None:
+def test_untied_head_is_an_embedding() -> None:
     model = nn.ModuleDict({"inner": Tied(head_first=False, tie=False), "classifier": nn.Linear(3, 2)})
-    assert described(model) == {
+    assert describe_groups(model) == {
         "inner.table.weight": EMBEDDING,
         "inner.head.weight": EMBEDDING,
         "inner.head.bias": VECTOR,
@@ -176,7 +176,7 @@ def test_an_untied_head_is_an_embedding_too() -> None:
     }
 
 
-def test_order_is_that_of_the_model() -> None:
+def test_param_groups_keep_the_order_of_the_model() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4))
     for _ in range(3):
         groups = param_groups(model)
@@ -184,7 +184,7 @@ def test_order_is_that_of_the_model() -> None:
         assert [name for name, _ in groups[1]["params"]] == ["1.weight", "3.weight"]
 
 
-def test_every_parameter_is_in_exactly_one_group_and_torch_takes_them() -> None:
+def test_param_groups_cover_each_parameter_once() -> None:
     model = nn.Sequential(Loose(), Cores(), Tied(head_first=True, tie=True), nn.Conv2d(3, 4, 3))
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -194,7 +194,7 @@ def test_every_parameter_is_in_exactly_one_group_and_torch_takes_them() -> None:
     assert all(expected[name] is param for name, param in zip(names, params, strict=True))
 
 
-def test_models_of_transformers() -> None:
+def test_param_groups_of_transformers_models() -> None:
     transformers: Any = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
         "num_hidden_layers": 1,
@@ -204,7 +204,7 @@ def test_models_of_transformers() -> None:
     }
 
     def roles(config: Any, auto: str = "AutoModelForCausalLM") -> dict[str, tuple[str, Any]]:
-        return described(getattr(transformers, auto).from_config(config))
+        return describe_groups(getattr(transformers, auto).from_config(config))
 
     for tied in (True, False):
         llama = roles(transformers.LlamaConfig(vocab_size=11, tie_word_embeddings=tied, **sizes))
@@ -226,7 +226,7 @@ def test_models_of_transformers() -> None:
     assert all(found == VECTOR for name, found in bert.items() if "LayerNorm" in name or name.endswith("bias"))
 
 
-def test_cores_have_groups_and_a_rate_of_their_own() -> None:
+def test_core_lr_applies_to_cores() -> None:
     net = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     sc.tensorize(net, 2, filter_fn=lambda name, module: name != "1")
     assert all("lr" not in group for group in param_groups(net, weight_decay=0.1))
@@ -240,7 +240,7 @@ def test_cores_have_groups_and_a_rate_of_their_own() -> None:
         param_groups(net, core_lr=-1)
 
 
-def test_embeddings_have_a_rate_of_their_own() -> None:
+def test_embedding_lr_applies_to_embeddings() -> None:
     transformers: Any = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 31}
     net = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
@@ -253,7 +253,7 @@ def test_embeddings_have_a_rate_of_their_own() -> None:
         param_groups(net, embedding_lr=-1)
 
 
-def test_cores_of_an_embedding_have_the_rate_of_cores() -> None:
+def test_embedding_cores_use_core_lr() -> None:
     net = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 16))
     sc.tensorize(net, 2)
     for core_lr in (None, 1e-3):
@@ -263,7 +263,7 @@ def test_cores_of_an_embedding_have_the_rate_of_cores() -> None:
         }
 
 
-def test_cores_of_an_embedding_may_have_a_rate_of_their_own() -> None:
+def test_embedding_cores_take_a_separate_lr() -> None:
     net = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 16))
     sc.tensorize(net, 2)
     groups = param_groups(net, core_lr=1e-3, embedding_core_lr=1e-2)
@@ -274,7 +274,7 @@ def test_cores_of_an_embedding_may_have_a_rate_of_their_own() -> None:
         param_groups(net, embedding_core_lr=-1)
 
 
-def test_controls_have_a_rate_of_their_own() -> None:
+def test_rank_gates_take_a_separate_lr() -> None:
     net = nn.Sequential(nn.Linear(16, 16))
     sc.tensorize(net, 2)
     sc.RankAdapter(net, size_target=0.9)
@@ -286,7 +286,7 @@ def test_controls_have_a_rate_of_their_own() -> None:
         param_groups(net, control_lr=float("nan"))
 
 
-def test_input_that_cannot_be_grouped_is_refused() -> None:
+def test_param_groups_refuses_unusable_models() -> None:
     with pytest.raises(UserError, match=r"weight_decay must be at least 0; given -0\.1"):
         param_groups(nn.Linear(2, 2), weight_decay=-0.1)
     with pytest.raises(UserError, match="Linear has no trainable parameter"):
@@ -299,10 +299,10 @@ def test_input_that_cannot_be_grouped_is_refused() -> None:
     "matrix_dims",
     [None, 3, "ab", ((0,),), ((0,), ()), ((0,), (0,)), ((0,), (3,)), ((-1,), (0,)), ((0.0,), (1,)), (0, 1)],
 )
-def test_false_matrix_dims_are_refused(matrix_dims: Any) -> None:
+def test_check_matrix_dims_refuses_invalid_dims(matrix_dims: Any) -> None:
     with pytest.raises(UserError, match="matrix_dims"):
         check_matrix_dims(matrix_dims, 3)
 
 
-def test_matrix_dims_from_json_become_tuples() -> None:
+def test_check_matrix_dims_converts_lists() -> None:
     assert check_matrix_dims([[0, 1], [2]], 3) == ((0, 1), (2,))

@@ -63,7 +63,7 @@ def take_step(net: nn.Module, optimizer: Any, exchange: MomentumExchange | None 
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_unfrozen_parameters_are_trained(maker: str) -> None:
+def test_optimizers_train_unfrozen_parameters(maker: str) -> None:
     net = half_frozen()
     optimizer = MAKERS[maker](net)
     before = copy.deepcopy(net.state_dict())
@@ -71,7 +71,7 @@ def test_unfrozen_parameters_are_trained(maker: str) -> None:
         take_step(net, optimizer)
     after = copy.deepcopy(net.state_dict())
     assert [name for name in before if torch.equal(before[name], after[name])] == ["0.weight", "0.bias"]
-    if maker not in ("diloco", "adagrad"):  # diloco has no state of its own, adagrad creates all state at once
+    if maker not in ("diloco", "adagrad"):  # diloco has no state, adagrad creates all state at once
         assert not any(param in optimizer.state for param in net[0].parameters())
     net[0].requires_grad_(True)
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_unfrozen_parameters_are_trained(maker: str) -> None:
     assert not any(torch.equal(after[name], value) for name, value in net.state_dict().items())
 
 
-def test_unfrozen_parameters_are_exchanged() -> None:
+def test_demo_exchanges_unfrozen_parameters() -> None:
     net = half_frozen()
     optimizer, exchange = torch.optim.SGD(param_groups(net), lr=1e-3), MomentumExchange(param_groups(net))
     take_step(net, optimizer, exchange)
@@ -92,13 +92,13 @@ def test_unfrozen_parameters_are_exchanged() -> None:
     assert exchange.planned_wire_bytes(2) > planned
 
 
-def test_frozen_parameters_take_no_memory_in_an_exchange() -> None:
+def test_frozen_parameters_have_no_residuals() -> None:
     frozen, trained = nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(64, 64))
     assert [_zeros_like(param).untyped_storage().nbytes() for param in (frozen, trained)] == [4, 4 * 64 * 64]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_unfrozen_parameters_are_released(accumulation: int) -> None:
+def test_release_gradients_of_unfrozen_parameters(accumulation: int) -> None:
     nets = []
     for released in (False, True):
         net = half_frozen()
@@ -120,7 +120,7 @@ def test_unfrozen_parameters_are_released(accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["came", "adamw", "muon", "sign", "adafactor", "adagrad"])
-def test_predicted_state_is_that_of_a_half_frozen_model(name: str) -> None:
+def test_predicted_state_bytes_of_a_half_frozen_model(name: str) -> None:
     net = half_frozen()
     optimizer = named(name)(net)
     take_step(net, optimizer)
@@ -129,7 +129,7 @@ def test_predicted_state_is_that_of_a_half_frozen_model(name: str) -> None:
     assert predicted_temporary_bytes(name, param_groups(net)) == predicted_temporary_bytes(name, trained)
 
 
-def test_a_state_is_loaded_before_and_after_unfreezing() -> None:
+def test_state_loads_before_and_after_unfreezing() -> None:
     net = half_frozen()
     optimizer = named("came")(net)
     take_step(net, optimizer)
@@ -141,7 +141,7 @@ def test_a_state_is_loaded_before_and_after_unfreezing() -> None:
     named("came")(net).load_state_dict(again.state_dict())
 
 
-def test_frozen_parameters_that_no_optimizer_takes_are_left_out() -> None:
+def test_param_groups_leave_out_unsupported_frozen_parameters() -> None:
     net = half_frozen()
     codes, empty = torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(0, 4)
     net[0].codes, net[0].empty = nn.Parameter(codes, requires_grad=False), nn.Parameter(empty, requires_grad=False)
@@ -162,7 +162,7 @@ class Unfreeze(TrainerCallback):
 
 
 @pytest.mark.parametrize("pair", [sc.hf.came(lr=1e-2), sc.hf.sign(lr=1e-2)], ids=["came", "sign"])
-def test_the_trainer_of_transformers_trains_unfrozen_layers(tmp_path: Path, pair: Any) -> None:
+def test_hf_trainer_trains_unfrozen_layers(tmp_path: Path, pair: Any) -> None:
     net = llama()
     net.model.layers[0].requires_grad_(False)
     made = trainer(tmp_path, pair, net=net)
@@ -172,7 +172,7 @@ def test_the_trainer_of_transformers_trains_unfrozen_layers(tmp_path: Path, pair
     assert not any(torch.equal(start[name], value) for name, value in net.state_dict().items())
 
 
-def test_a_run_with_a_frozen_parameter_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_frozen_parameter_resumes_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def freeze(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
         model.get_parameter("model.norm.weight").requires_grad_(False)
         return param_groups(model, **options)

@@ -1,15 +1,15 @@
-"""Parameter groups that say what each parameter is: matrix, embedding or vector.
+"""Parameter groups with the role of each parameter: matrix, embedding or vector.
 
-A method that must know more of a parameter than its shape (which dims form the rows of a factored statistic, what
-weight decay spares, what an optimizer for matrices may touch) reads it from the keys of the parameter's group. Keys of
-a group survive `deepcopy`, `fully_shard` and a state dict; attributes on a parameter do not.
+A method may need more than the shape of a parameter: which dims form the rows of a factored statistic, if weight decay
+applies, if an optimizer for matrices may step it. It reads these from the keys of the parameter's group. Keys of a
+group survive `deepcopy`, `fully_shard` and a state dict; attributes of a parameter do not.
 
-A module whose parameters do not follow the rules of `param_groups` declares them itself, with one method:
+A module whose parameters do not follow the rules of `param_groups` declares their roles with one method:
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
         return {"cores.0": ("matrix", ((0, 1), (2,))), "scale": ("vector", None)}
 
-The names are those of `self.named_parameters()`; what is not named follows the rules.
+The names are those of `self.named_parameters()`; parameters without a declaration follow the rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NORMS = (
     nn.GroupNorm,
     NormBase,
 )
-# A parameter can be claimed by several modules when it is tied; the highest claim decides.
+# Several modules can claim a tied parameter; the highest claim decides.
 _BY_SHAPE, _BY_LAYER, _BY_EMBEDDING, _BY_DECLARATION = range(4)
 
 
@@ -48,40 +48,42 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Sort the parameters of a model into groups for any `torch.optim.Optimizer`.
 
-    Frozen parameters (`requires_grad=False`) are in the groups, too. An optimizer leaves them alone and keeps no state
-    for them as long as they have no gradient, and steps them once they are unfrozen.
+    Frozen parameters (`requires_grad=False`) are in the groups too. An optimizer keeps no state for them and does not
+    change them while they have no gradient, and steps them after they are unfrozen.
 
-    The roles, first rule that fits:
+    The first rule that applies gives the role:
 
-    - what a module declares through `parameter_roles()`;
-    - `embedding`: weights of `nn.Embedding` and `nn.EmbeddingBag`, whatever they are tied to, and of the output layer
-      that `get_output_embeddings()` names;
-    - `vector`: everything in a norm, biases (also the stacked ones of expert layers), 0-D and 1-D parameters, and
-      parameters of a module of its own kind with no more than one dim longer than 1, such as a class token;
+    - the role that a module declares in `parameter_roles()`;
+    - `embedding`: weights of `nn.Embedding` and `nn.EmbeddingBag`, tied or not, and of the output layer that
+      `get_output_embeddings()` returns;
+    - `vector`: all parameters of a norm, biases (also the stacked ones of expert layers), 0-D and 1-D parameters, and
+      parameters of a custom module with at most one dim longer than 1, such as a class token;
     - `matrix`: the rest. A convolution is O x (I * kernel); 3-D and more are stacks of matrices in their last two dims.
 
     Args:
         model: any module; tied parameters appear once. Frozen parameters of other dtypes than fp32, bf16, fp16 and
             fp64, such as packed codes, are left out, and so are empty ones.
-        weight_decay: of matrices and embeddings; vectors always get 0.
-        core_lr: learning rate of the cores of layers of cores, which then have groups of their own with the key `lr`.
-            A weight moves by what all of its cores move, so that they want a lower rate than dense weights: a third is
-            a good start. Default: that of the optimizer.
-        embedding_core_lr: of the cores of embeddings, likewise. Rows of a table begin small beside matrices, and each
-            is met now and then, so that they want a higher rate, as dense tables do. Default: `core_lr`.
-        control_lr: learning rate of the rank gates of a `RankAdapter`, likewise. A control begins at 1 and an
-            optimizer that normalises moves it by at most its rate a step; ten times that of the optimizer is a good
-            start in runs of hundreds of steps. Default: that of the optimizer.
-        embedding_lr: learning rate of parameters of the role `embedding` that are no cores, likewise. T5 begins with
-            entries of 1 where its matrices have a tenth and less, and learns faster with ten times the rate there.
+        weight_decay: weight decay of matrices and embeddings; vectors always get 0.
+        core_lr: learning rate of TT cores, which then have separate groups with the key `lr`. All cores of a weight
+            move it, so they need a lower rate than dense weights: a third is a good start. Default: the rate of the
+            optimizer.
+        embedding_core_lr: learning rate of the cores of embeddings, also in separate groups. Rows of a table start
+            smaller than those of matrices and rarely have a gradient, so they need a higher rate, as dense tables do.
+            Default: `core_lr`.
+        control_lr: learning rate of the rank gates of a `RankAdapter`, also in separate groups. A gate starts at 1, and
+            an optimizer that normalizes moves it by at most its rate per step; ten times the rate of the optimizer is a
+            good start in runs of hundreds of steps. Default: the rate of the optimizer.
+        embedding_lr: learning rate of parameters of role `embedding` that are not cores, also in separate groups. T5
+            starts with entries of 1, ten times or more those of its matrices, and learns faster with ten times the
+            rate.
 
     Returns:
-        Groups in the order in which their first parameter appears in the model, none of them empty. Each has the keys
-        `params` (list of (fully qualified name, parameter)), `weight_decay`, `role`, and `matrix_dims`: the pair
-        (dims that form the rows, dims that form the columns), None for vectors. Dims in neither are batch dims.
+        Non-empty groups in the order in which their first parameter appears in the model. Each has the keys `params`
+        (list of (fully qualified name, parameter)), `weight_decay`, `role`, and `matrix_dims`: the pair (dims that form
+        the rows, dims that form the columns), None for vectors. Dims in neither are batch dims.
 
     Raises:
-        UserError: a negative weight decay or rate, nothing to train, lazy parameters without a shape, a false
+        UserError: a negative weight decay or rate, no trainable parameter, lazy parameters without a shape, or a wrong
             declaration.
 
     Example:
@@ -90,7 +92,7 @@ def param_groups(
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
     claims = _claims(model)
-    cores, controls = _listed(model, "cores"), _listed(model, "rank_gates")
+    cores, controls = _list_ids(model, "cores"), _list_ids(model, "rank_gates")
     tables = {key for key, (role, _) in claims.items() if role == "embedding"}
     rates: dict[int, float] = {}
     for name, params, rate in (
@@ -124,23 +126,23 @@ def param_groups(
     return list(groups.values())
 
 
-def _listed(model: nn.Module, name: str) -> set[int]:
-    """Ids of the parameters that modules with declared roles list under this name."""
+def _list_ids(model: nn.Module, name: str) -> set[int]:
+    """Return ids of the parameters in the `ParameterList`s of this name in modules that declare roles."""
     lists = (getattr(module, name, None) for module in model.modules() if hasattr(module, "parameter_roles"))
     return {id(param) for each in lists if isinstance(each, nn.ParameterList) for param in each}
 
 
 def num_non_embedding(model: nn.Module) -> int:
-    """Parameters of a model, frozen ones too, outside of embeddings and of the output layer: the N of scaling laws."""
+    """Return the number of parameters outside of embeddings and output layer, frozen or not: N of scaling laws."""
     tables = [
         m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) or hasattr(m, "num_embeddings")
     ]
-    left_out = {id(param) for module in (*tables, *output_layers(model)) for param in module.parameters()}
-    return sum(param.numel() for param in model.parameters() if id(param) not in left_out)
+    excluded = {id(param) for module in (*tables, *output_layers(model)) for param in module.parameters()}
+    return sum(param.numel() for param in model.parameters() if id(param) not in excluded)
 
 
 def default_matrix_dims(ndim: int) -> MatrixDims:
-    """(row dims, column dims) of a bare parameter of two dims or more: a matrix, a stack of them, or a convolution."""
+    """Return (row dims, column dims) of a matrix, a stack of matrices, or a convolution without group keys."""
     return ((ndim - 2,), (ndim - 1,)) if ndim < 4 else ((0,), tuple(range(1, ndim)))
 
 
@@ -148,7 +150,7 @@ def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:
     """Return the pair (row dims, column dims) as tuples of ints.
 
     Args:
-        matrix_dims: two sequences of dims; lists are accepted, since that is what JSON makes of tuples.
+        matrix_dims: two sequences of dims; lists are accepted, since JSON has no tuples.
         ndim: number of dims of the parameter.
 
     Raises:
@@ -170,12 +172,12 @@ def check_matrix_dims(matrix_dims: Any, ndim: int) -> MatrixDims:
 
 
 def _claims(model: nn.Module) -> dict[int, tuple[Role, MatrixDims | None]]:
-    """What each parameter is, by its id: the highest claim, among equals the first."""
+    """Return role and matrix dims by parameter id, from the highest claim; the first of equal ones."""
     best: dict[int, tuple[int, Role, MatrixDims | None]] = {}
     heads = {id(getattr(head, "weight", None)) for head in output_layers(model)}
     for path, module in model.named_modules():
-        found = [*_declared(path, module), *_by_rule(path, module, heads)]
-        for param, rank, role, matrix_dims in found:
+        claims = [*_declared(path, module), *_by_rule(path, module, heads)]
+        for param, rank, role, matrix_dims in claims:
             if id(param) not in best or rank > best[id(param)][0]:
                 best[id(param)] = (rank, role, matrix_dims)
     return {key: (role, matrix_dims) for key, (_, role, matrix_dims) in best.items()}
@@ -225,12 +227,12 @@ def _by_rule(path: str, module: nn.Module, heads: set[int]) -> Iterator[_Claim]:
 
 
 def _is_bias(name: str) -> bool:
-    """Whether a parameter calls itself a bias: `bias`, `bias_k`, `gate_up_proj_bias`."""
+    """True if the name of a parameter contains the word bias: `bias`, `bias_k`, `gate_up_proj_bias`."""
     return "bias" in name.split("_")
 
 
 def output_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """What `get_output_embeddings()` of a Hugging Face model, or of a model within it, names."""
+    """Yield the output layers that `get_output_embeddings()` of a Hugging Face model, or of a submodel, returns."""
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         head = getter() if callable(getter) else None

@@ -1,9 +1,9 @@
-"""Loading the state of an optimizer without changing the dtype of any tensor in it.
+"""Load the state of an optimizer without changing the dtype of any tensor.
 
-`torch.optim.Optimizer.load_state_dict` casts every floating-point tensor of a parameter's state to the dtype of the
-parameter (all but `step`), through a static method that it calls by its class name, so that a subclass cannot override
-it; a hook that casts back afterwards finds the bits gone. Here the state is taken out before the cast and put back
-after.
+`torch.optim.Optimizer.load_state_dict` casts every floating-point tensor of a parameter's state, except `step`, to the
+dtype of the parameter, in a static method that it calls by its class name, so that a subclass cannot override it; a
+hook that casts back afterwards cannot restore the lost bits. This module removes the state before the cast and restores
+it after.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scantling.errors import UserError
 StateDict = dict[str, Any]
 
 
-def name_of(group: dict[str, Any], index: int) -> str:
-    """A parameter's name, or its place and shape where the group has no names."""
+def param_name(group: dict[str, Any], index: int) -> str:
+    """Return the name of a parameter, or its index and shape if the group has no names."""
     names = group.get("param_names")
     return str(names[index]) if names else f"parameter {index} of shape {tuple(group['params'][index].shape)}"
 
@@ -33,15 +33,15 @@ def check_saved_keys(
     keys: Iterable[str],
     hints: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise a UserError where a state dict is none of an optimizer with such groups.
+    """Raise a UserError if a state dict does not belong to an optimizer with these groups.
 
     Args:
-        owner: the name of the optimizer, for the message.
-        state_dict: what is to be loaded.
-        groups: those of the optimizer.
-        keys: that every saved group must have, but `differentiable`, which torch adds to the defaults of an optimizer
-            that was loaded or copied.
-        hints: what to say of a group without them that has another key, by that key.
+        owner: name of the optimizer, for the message.
+        state_dict: the state dict to load.
+        groups: groups of the optimizer.
+        keys: keys that every saved group must have, except `differentiable`, which torch adds to the defaults of an
+            optimizer that was loaded or copied.
+        hints: advice for a saved group that lacks some of `keys`, by another key that it has.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         given = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
@@ -66,38 +66,39 @@ def load_keeping_dtypes(
     load: Callable[[StateDict], None],
     state_dict: StateDict,
     check: Callable[[dict[str, Any], Tensor, dict[str, Any], str], None],
-    place: Callable[[dict[str, Any], Tensor, str, Tensor], Tensor],
+    copy: Callable[[dict[str, Any], Tensor, str, Tensor], Tensor],
 ) -> None:
-    """Run `load` on the groups alone, then place the saved tensors with their parameters, bit for bit.
+    """Run `load` on the groups only, then copy the saved tensors to the state of their parameters, bit for bit.
 
     Args:
         optimizer: the optimizer to load into; hooks registered on it see the whole state, before and after.
         load: `super().load_state_dict`.
-        state_dict: as `optimizer.state_dict()` returned it. Tensors are copied: the two never share memory.
-        check: called with (group, parameter, its saved state, its name); raises where they do not fit. The optimizer
-            is then as it was.
-        place: called with (group, parameter, key, saved tensor); a copy on the parameter's device, and sharded with it.
+        state_dict: a result of `optimizer.state_dict()`. Tensors are copied: the two never share memory.
+        check: called with (group, parameter, its saved state, its name); raises if they do not fit. The optimizer is
+            then unchanged.
+        copy: called with (group, parameter, key, saved tensor); returns a copy on the parameter's device, sharded like
+            the parameter.
     """
     before = optimizer.state, optimizer.param_groups
     saved: StateDict = {}
 
-    def take(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+    def remove_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
         saved.update(given)
         return {**given, "state": {}}
 
-    def put(_: torch.optim.Optimizer) -> None:
+    def restore_state(_: torch.optim.Optimizer) -> None:
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for key, group, index in _placed(saved["param_groups"], optimizer.param_groups):
+        for key, group, index in _match_params(saved["param_groups"], optimizer.param_groups):
             entries = saved["state"].get(key)
             if entries:
                 param = group["params"][index]
-                check(group, param, entries, name_of(group, index))
-                state[param] = {name: place(group, param, name, value) for name, value in entries.items()}
+                check(group, param, entries, param_name(group, index))
+                state[param] = {name: copy(group, param, name, value) for name, value in entries.items()}
         optimizer.state = state
 
     handles = (
-        optimizer.register_load_state_dict_pre_hook(take),
-        optimizer.register_load_state_dict_post_hook(put, prepend=True),
+        optimizer.register_load_state_dict_pre_hook(remove_state),
+        optimizer.register_load_state_dict_post_hook(restore_state, prepend=True),
     )
     try:
         load(state_dict)
@@ -109,8 +110,10 @@ def load_keeping_dtypes(
             handle.remove()
 
 
-def _placed(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """(key in the saved state, group, index in the group) of every parameter, matched by order as torch does."""
+def _match_params(
+    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """Yield (key in the saved state, group, index in the group) of every parameter, matched by order as in torch."""
     for saved_group, group in zip(saved, groups, strict=True):
         for index, key in enumerate(saved_group["params"]):
             yield key, group, index

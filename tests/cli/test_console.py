@@ -20,7 +20,7 @@ from scantling.cli import run
 from scantling.cli.console import LOADING, ConsoleSink, make_console
 from scantling.trainer.data.progress import RichProgress
 from scantling.trainer.recipe import load_recipe
-from scantling.trainer.training.run import first_phase
+from scantling.trainer.training.build import describe_first_step
 from scantling.trainer.training.sinks import Sink
 from tests.runs import tiny_recipe, write_recipe
 
@@ -222,7 +222,7 @@ def test_run_reports_its_phases(tmp_path: Path) -> None:
     sc.train(tmp_path / "run", resume=True, sinks=[phases], **longer)
     assert f"reading {tmp_path / 'run' / 'checkpoints' / 'step-2'}" in phases.seen
     compiled = load_recipe(tiny_recipe(tmp_path, train={"compile": True}))
-    assert "compiling" in first_phase(compiled)
+    assert "compiling" in describe_first_step(compiled)
 
 
 def test_phases_are_shown_next_to_the_bar() -> None:

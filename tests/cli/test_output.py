@@ -15,7 +15,7 @@ import pytest
 
 from scantling.cli import INTERRUPTED, commands, run
 from scantling.trainer.training import signals
-from scantling.trainer.training.manifest import damage
+from scantling.trainer.training.checkpoint import find_damage
 from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_recipe
 
 heard: list[str] = []
@@ -183,5 +183,5 @@ def test_five_interrupts_while_training_lose_nothing(tmp_path: Path) -> None:
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 3, shown
     step = json.loads((folder / "result.json").read_text())["step"]
-    assert damage(folder / "checkpoints" / f"step-{step}") is None
+    assert find_damage(folder / "checkpoints" / f"step-{step}") is None
     assert "Traceback" not in shown

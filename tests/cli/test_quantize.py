@@ -183,7 +183,7 @@ def test_law_predicts_divergence() -> None:
     ("given", "words"),
     [
         (["--weights", "int4", "--method", "qptq"], "method must be rtn or gptq; given 'qptq' (did you mean 'gptq'?)"),
-        (["--weights", "int44"], "integers have 2 to"),
+        (["--weights", "int44"], "integer formats have 2 to"),
         (["--weights", "int4", "--clip", "msa"], "did you mean 'mse'"),
         (["--weights", "nvfp4", "--group-size", "8"], "nvfp4 fixes group_size=16; given 8"),
         (["--weights", "nvfp4", "--clip", "mse"], "need granularity='group' and clip='absmax'"),

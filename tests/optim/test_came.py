@@ -78,7 +78,7 @@ def last_two(shape: tuple[int, ...]) -> Any:
     ],
     ids=["default", "decay", "debias", "zero betas", "maximize", "no confidence", "no momentum", "no clip"],
 )
-def test_trajectory_is_that_of_the_oracle(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_came_matches_oracle(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     param, grads = parameter(shape), gradients(shape, 60)
     expected = run_oracle(param, last_two(shape), grads, **options)
     found = run(CAME([param], factor="last2", **{"lr": 2e-4, **options}), param, grads)
@@ -88,7 +88,7 @@ def test_trajectory_is_that_of_the_oracle(shape: tuple[int, ...], options: dict[
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_trajectory_is_that_of_the_published_package(
+def test_came_matches_published_package(
     shape: tuple[int, ...], weight_decay: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     ours, theirs, grads = parameter(shape, dtype=dtype), parameter(shape, dtype=dtype), gradients(shape, 60)
@@ -116,14 +116,14 @@ def test_trajectory_is_that_of_the_published_package(
     ],
     ids=str,
 )
-def test_auto_factors_by_the_rule(shape: tuple[int, ...], matrix_dims: Any, view: Any) -> None:
+def test_auto_factor_selects_matrix_dims(shape: tuple[int, ...], matrix_dims: Any, view: Any) -> None:
     param, grads = parameter(shape), gradients(shape, 20)
     expected = run_oracle(param, view, grads, debias=True, betas=CONFIDENT)
     optimizer = CAME([{"params": [param], "matrix_dims": matrix_dims}], lr=2e-4, debias=True, betas=CONFIDENT)
     torch.testing.assert_close(run(optimizer, param, grads), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_auto_leaves_what_is_tagged_a_vector_unfactored() -> None:
+def test_auto_factor_skips_vectors() -> None:
     param, grads = parameter((20, 30)), gradients((20, 30), 10)
     expected = run_oracle(param, None, grads)
     found = run(CAME([{"params": [param], "role": "vector"}], lr=2e-4), param, grads)
@@ -132,7 +132,7 @@ def test_auto_leaves_what_is_tagged_a_vector_unfactored() -> None:
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 300])
 @pytest.mark.parametrize("shape", [(500,), (24, 33), (3, 20, 17), (20, 2, 3, 3)], ids=str)
-def test_tiles_do_not_change_the_result(shape: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_size_does_not_change_result(shape: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, tiled, grads = parameter(shape), parameter(shape), gradients(shape, 5)
     expected = run(CAME([whole], lr=2e-4, weight_decay=0.1, debias=True), whole, grads)
     monkeypatch.setattr(eager, "CPU_TILE", limit)
@@ -143,7 +143,7 @@ def test_tiles_do_not_change_the_result(shape: tuple[int, ...], limit: int, monk
 
 @pytest.mark.parametrize("shape", [(), (5,), (24, 33), (1, 1, 40), (3, 20, 17), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("limit", [1, 7, 50, 10**6])
-def test_tiles_cover_every_element_once(shape: tuple[int, ...], limit: int) -> None:
+def test_split_tiles_covers_every_element_once(shape: tuple[int, ...], limit: int) -> None:
     seen = torch.zeros(shape)
     for tile in eager.split_tiles(shape, limit, len(shape)):
         eager.tile_view(seen, tile).add_(1.0)
@@ -168,7 +168,7 @@ class ScratchMeter(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(200, 50), (4, 60, 50), (9000,), (30, 10, 3, 3)], ids=str)
-def test_scratch_does_not_grow_with_the_parameter(
+def test_scratch_does_not_grow_with_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eager, "CPU_TILE", 1000)
@@ -180,7 +180,7 @@ def test_scratch_does_not_grow_with_the_parameter(
     assert 0 < meter.largest <= 1000
 
 
-def test_first_step_of_the_paper_is_eleven_times_lr() -> None:
+def test_first_step_without_debias_is_11_lr() -> None:
     """If all gradients have one magnitude: lr (1 - b1) / (b1 sqrt(1 - b3)) for a matrix, 0.1 lr for a vector."""
     for betas in ((0.9, 0.999, 0.9999), CONFIDENT):
         matrix, vector = nn.Parameter(torch.zeros(32, 48)), nn.Parameter(torch.zeros(40))
@@ -195,7 +195,7 @@ def test_first_step_of_the_paper_is_eleven_times_lr() -> None:
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999, 0.9999), CONFIDENT])
-def test_first_debiased_step_is_that_of_adam(betas: tuple[float, float, float]) -> None:
+def test_first_debiased_step_equals_adam(betas: tuple[float, float, float]) -> None:
     """lr / b1 for a matrix, from the residual u - (1 - b1) u, and lr for a vector; in fp32, where 1 - b^t cancels."""
     matrix, vector = nn.Parameter(torch.zeros(32, 48)), nn.Parameter(torch.zeros(40))
     for param in (matrix, vector):
@@ -214,7 +214,7 @@ def test_first_debiased_step_is_that_of_adam(betas: tuple[float, float, float]) 
     ],
     ids=str,
 )
-def test_steps_where_gradients_never_change(options: dict[str, Any], expected: dict[int, float]) -> None:
+def test_step_sizes_with_constant_gradients(options: dict[str, Any], expected: dict[int, float]) -> None:
     """Check the step lengths in the documentation, in multiples of lr."""
     param = nn.Parameter(torch.zeros(32, 32))
     param.grad = torch.ones(32, 32)
@@ -226,7 +226,7 @@ def test_steps_where_gradients_never_change(options: dict[str, Any], expected: d
     assert {step: found[step] for step in expected} == pytest.approx(expected, rel=0.01)
 
 
-def test_debias_vanishes_with_the_steps() -> None:
+def test_debias_vanishes_after_many_steps() -> None:
     grads = gradients((20, 30), 400)
     betas = (0.5, 0.6, 0.7)
     a, b = parameter((20, 30)), parameter((20, 30))
@@ -239,7 +239,7 @@ def test_debias_vanishes_with_the_steps() -> None:
     torch.testing.assert_close(a.detach() - before_a, b.detach() - before_b, rtol=1e-9, atol=1e-12)
 
 
-def test_transposed_parameter_gives_transposed_trajectory() -> None:
+def test_transposed_parameter_takes_transposed_steps() -> None:
     grads = gradients((24, 33), 30)
     a = parameter((24, 33))
     b = nn.Parameter(a.detach().T.contiguous())
@@ -250,7 +250,7 @@ def test_transposed_parameter_gives_transposed_trajectory() -> None:
 
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_scale_of_the_gradients_does_not_matter(scale: float, debias: bool) -> None:
+def test_gradient_scale_does_not_matter(scale: float, debias: bool) -> None:
     grads = [torch.randn(24, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(30)]
     a, b = parameter((24, 33)), parameter((24, 33))
     found = run(CAME([a], lr=2e-4, debias=debias, eps=(0.0, 1e-16)), a, grads)
@@ -258,7 +258,7 @@ def test_scale_of_the_gradients_does_not_matter(scale: float, debias: bool) -> N
     torch.testing.assert_close(found, scaled, rtol=1e-11, atol=1e-11)
 
 
-def test_stacked_experts_are_separate_matrices_but_for_the_clip() -> None:
+def test_stacked_experts_share_only_the_clip() -> None:
     grads = gradients((3, 20, 17), 20)
     options: dict[str, Any] = {"debias": True, "betas": CONFIDENT}
 
@@ -276,7 +276,7 @@ def test_stacked_experts_are_separate_matrices_but_for_the_clip() -> None:
     assert (stacked - single).abs().max() > 1e-4
 
 
-def test_rows_never_touched_beside_large_gradients_stay_finite() -> None:
+def test_rows_without_gradients_stay_finite() -> None:
     """Here row / mean(row) would underflow to 0, and 0 * inf is NaN, as in the published package."""
 
     def step(cls: type[torch.optim.Optimizer]) -> Tensor:
@@ -293,7 +293,7 @@ def test_rows_never_touched_beside_large_gradients_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("debias", [False, True])
-def test_gradient_of_zeros_moves_nothing(debias: bool) -> None:
+def test_zero_gradient_changes_nothing(debias: bool) -> None:
     params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     for param in params:
         param.grad = torch.zeros_like(param)
@@ -304,7 +304,7 @@ def test_gradient_of_zeros_moves_nothing(debias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_weights_are_the_fp32_step_rounded_once(dtype: torch.dtype) -> None:
+def test_low_precision_weights_round_fp32_step_once(dtype: torch.dtype) -> None:
     shapes = [(24, 33), (7,), (20, 2, 3, 3)]
     low = [parameter(shape, dtype=dtype) for shape in shapes]
     high = [nn.Parameter(param.detach().float()) for param in low]
@@ -324,7 +324,7 @@ def test_low_precision_weights_are_the_fp32_step_rounded_once(dtype: torch.dtype
                 assert torch.equal(value, b.state[q][key])
 
 
-def test_memory_format_of_the_parameter_does_not_matter() -> None:
+def test_memory_format_does_not_matter() -> None:
     grads = gradients((20, 8, 3, 3), 10)
     plain = parameter((20, 8, 3, 3))
     channels_last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
@@ -358,7 +358,7 @@ class NoHostSync(TorchDispatchMode):
 
 @pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)], ids=["float", "tensor"])
 @pytest.mark.parametrize("debias", [False, True])
-def test_step_never_waits_for_the_device(debias: bool, lr: float | Tensor) -> None:
+def test_step_has_no_device_sync(debias: bool, lr: float | Tensor) -> None:
     params = [parameter(shape, dtype=torch.float32) for shape in SHAPES]
     for param in params:
         param.grad = torch.ones_like(param)

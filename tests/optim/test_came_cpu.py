@@ -78,7 +78,7 @@ def convert(param: nn.Parameter, dtype: torch.dtype) -> None:
     ],
     ids=["compensated", "float64", "rounding", "momentum", "bf16", "role"],
 )
-def test_state_that_does_not_fit_any_more_is_an_error(foreach: Any, start: Any, options: Any, change: Any) -> None:
+def test_step_refuses_state_that_no_longer_fits(foreach: Any, start: Any, options: Any, change: Any) -> None:
     param, optimizer = after_one_step(start, foreach=foreach, **options)
     change(param, optimizer.param_groups[0])
     before = param.detach().clone()
@@ -89,7 +89,7 @@ def test_state_that_does_not_fit_any_more_is_an_error(foreach: Any, start: Any, 
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-def test_shapes_that_do_not_fit_are_errors(foreach: Any) -> None:
+def test_step_refuses_changed_shapes(foreach: Any) -> None:
     param, optimizer = after_one_step(foreach=foreach)
     old = param.grad
     param.grad = None
@@ -107,12 +107,12 @@ def test_shapes_that_do_not_fit_are_errors(foreach: Any) -> None:
         optimizer.step()
 
 
-def test_tensors_without_data_are_left_to_operations() -> None:
+def test_c_step_skips_fake_tensors() -> None:
     with FakeTensorMode():
         after_one_step()
 
 
-def test_values_that_are_negated_when_they_are_read() -> None:
+def test_c_step_skips_lazily_negated_gradients() -> None:
     """The imaginary part of a conjugate is a lazily negated view, and so is the gradient of its base."""
     ends = []
     for foreach in (None, False):
@@ -128,7 +128,7 @@ def test_values_that_are_negated_when_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("part", ["param", "grad"])
-def test_tensors_that_wrap_others_are_left_to_operations(part: str) -> None:
+def test_c_step_skips_tensor_subclasses(part: str) -> None:
     param, optimizer = after_one_step()
     step = optimizer.param_step(optimizer.param_groups[0], param, 0)
     assert _cpu.can_step(step)
@@ -142,7 +142,7 @@ def test_tensors_that_wrap_others_are_left_to_operations(part: str) -> None:
     assert not _cpu.can_step(changed)
 
 
-def test_layout_is_cached_until_tensors_are_replaced() -> None:
+def test_layout_is_cached_until_tensors_change() -> None:
     param, optimizer = after_one_step()
     state, group = optimizer.state[param], optimizer.param_groups[0]
     layout = optimizer.param_step(group, param, 0).layout
@@ -167,14 +167,14 @@ def test_layout_is_cached_until_tensors_are_replaced() -> None:
     assert optimizer.param_step(optimizer.param_groups[0], param, 0).layout is not layout
 
 
-def test_state_elsewhere_is_no_memory_to_read() -> None:
+def test_c_step_skips_state_on_other_device() -> None:
     param, optimizer = after_one_step()
     state = optimizer.state[param]
     state["row"] = state["row"].to("meta")
     assert not _cpu.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
 
 
-def test_wide_and_tall_matrices_go_apart_where_they_take_too_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_step_splits_wide_and_tall_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(16, 20_000), (500_000, 16), (40, 50), (16, 20_000)]
     calls: list[int] = []
     together = _cpu._call
@@ -197,7 +197,7 @@ def test_wide_and_tall_matrices_go_apart_where_they_take_too_much_together(monke
     assert all(map(torch.equal, *ends))
 
 
-def test_scratch_of_wide_matrices_stays_small() -> None:
+def test_scratch_of_wide_matrices_is_bounded() -> None:
     wide, narrow = (nn.Parameter(torch.empty(16, width, device="meta")) for width in (400_000, 100_000))
     for param in (wide, narrow):
         predicted = predicted_temporary_bytes("came", [{"params": [param]}])
@@ -223,7 +223,7 @@ def test_scratch_of_wide_matrices_stays_small() -> None:
     ],
     ids=str,
 )
-def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype: torch.dtype, options: Any) -> None:
+def test_c_step_matches_eager_step(momentum: Any, rounding: Any, dtype: torch.dtype, options: Any) -> None:
     """Sums have another order; if that moves a rounded value over a boundary, it moves by one step."""
     if "betas" in options and options["betas"][0] == 0.0 and momentum != "fp32":
         pytest.skip("there is no momentum")
@@ -248,7 +248,7 @@ def test_it_computes_what_the_operations_do(momentum: Any, rounding: Any, dtype:
 
 @pytest.mark.parametrize("momentum", ["int8", "int4"])
 @pytest.mark.parametrize("cols", [16, 17, 39, 40, 65, 79, 130])
-def test_codes_are_the_same_bits(cols: int, momentum: Any) -> None:
+def test_c_codes_match_eager_codes(cols: int, momentum: Any) -> None:
     """Without a gradient and with beta1 = 1/2, the new momentum is exactly half the old one in both implementations."""
     states = []
     for foreach in (None, False):
@@ -271,7 +271,7 @@ def test_codes_are_the_same_bits(cols: int, momentum: Any) -> None:
 
 
 @pytest.mark.parametrize("momentum", ["fp32", "int4"])
-def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
+def test_c_step_does_not_depend_on_threads(momentum: Any) -> None:
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
@@ -286,13 +286,13 @@ def test_the_number_of_threads_does_not_matter(momentum: Any) -> None:
                 assert torch.equal(value, optimizer.state[param][key])
 
 
-def test_parameters_step_alone_as_together() -> None:
+def test_c_step_does_not_depend_on_other_parameters() -> None:
     shapes = [(2000,), (400, 8), (16, 3000)]
     both = [trained(shapes, torch.float32, alone=alone, debias=True)[0] for alone in (False, True)]
     assert all(map(torch.equal, *both))
 
 
-def test_autograd_is_told_of_the_new_weights() -> None:
+def test_c_step_increments_version() -> None:
     param = nn.Parameter(torch.ones(40, 40))
     param.grad = torch.ones(40, 40)
     loss = (param * param).sum()
@@ -301,7 +301,7 @@ def test_autograd_is_told_of_the_new_weights() -> None:
         loss.backward()
 
 
-def test_a_nan_stays_one() -> None:
+def test_nan_gradients_reach_parameters() -> None:
     for momentum, shape in (("fp32", (40, 40)), ("int8", (40, 40)), ("int4", (40, 40)), ("int8", (40, 20))):
         param = nn.Parameter(torch.ones(shape))
         param.grad = torch.ones(shape)
@@ -317,7 +317,7 @@ def test_a_nan_stays_one() -> None:
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1], ids=["positive", "negative"])
-def test_a_nan_of_any_bits_stays_one(bits: int, rounding: str, foreach: Any) -> None:
+def test_nan_of_any_bits_stays_nan(bits: int, rounding: str, foreach: Any) -> None:
     params, optimizer = trained([(40, 33), (5,)], torch.bfloat16, rounding=rounding, foreach=foreach)
     for param in params:
         optimizer.state[param]["exp_avg"].view(torch.int32).fill_(bits)
@@ -327,7 +327,7 @@ def test_a_nan_of_any_bits_stays_one(bits: int, rounding: str, foreach: Any) -> 
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("confidence", [True, False])
-def test_infinite_weights_stay_where_nothing_decays(confidence: bool, foreach: Any) -> None:
+def test_infinite_weights_stay_without_decay(confidence: bool, foreach: Any) -> None:
     params = [nn.Parameter(torch.full(shape, -torch.inf)) for shape in ((40, 33), (5,))]
     optimizer = CAME(params, lr=1e-2, confidence=confidence, foreach=foreach)
     for param in params:
@@ -336,7 +336,7 @@ def test_infinite_weights_stay_where_nothing_decays(confidence: bool, foreach: A
     assert all((param == -torch.inf).all() for param in params)
 
 
-def test_what_it_does_not_know_goes_through_the_operations() -> None:
+def test_c_step_skips_unsupported_parameters() -> None:
     param = nn.Parameter(torch.randn(40, 40).t())
     param.grad = torch.randn(40, 40)
     optimizer = CAME([param], lr=1e-2)
@@ -355,9 +355,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_a_compiler_it_says_so_once_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_compiler_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.WARNING, logger="scantling"):
         trained([(40, 33)], torch.float32)
@@ -368,7 +366,7 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(
 
 
 @pytest.mark.usefixtures("no_library")
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_c_step_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SCANTLING_NATIVE", "0")
     trained([(40, 33)], torch.float32)
     assert _cpu._library() is None
@@ -376,7 +374,7 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("no_library")
-def test_a_compiler_that_fails_is_quoted(
+def test_failed_compilation_is_quoted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
     broken = tmp_path / "broken-cc"

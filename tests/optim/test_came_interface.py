@@ -53,7 +53,7 @@ def equal_states(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     )
 
 
-def test_every_hyperparameter_is_honoured_per_group() -> None:
+def test_hyperparameters_are_per_group() -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"lr": 1e-2},
@@ -84,7 +84,7 @@ def test_every_hyperparameter_is_honoured_per_group() -> None:
         assert all(not torch.equal(p, q) for q in others)
 
 
-def test_lr_as_a_tensor_and_schedules_that_write_to_groups() -> None:
+def test_lr_tensor_and_schedules() -> None:
     a, b = model(), model()
     floats = CAME(a.parameters(), lr=1e-2, weight_decay=0.1, debias=True)
     tensors = CAME(b.parameters(), lr=torch.tensor(1e-2), weight_decay=0.1, debias=True)
@@ -99,7 +99,7 @@ def test_lr_as_a_tensor_and_schedules_that_write_to_groups() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_one_cycle_writes_the_first_beta() -> None:
+def test_one_cycle_schedules_momentum() -> None:
     net = model()
     optimizer = CAME(net.parameters(), lr=1e-3)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
@@ -110,7 +110,7 @@ def test_one_cycle_writes_the_first_beta() -> None:
     assert optimizer.param_groups[0]["betas"][1:] == (0.999, 0.9999)
 
 
-def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+def test_step_returns_loss_of_closure() -> None:
     net = nn.Linear(24, 32)
     optimizer = CAME(net.parameters(), lr=1e-3)
     before = net.weight.detach().clone()
@@ -127,7 +127,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     assert not torch.equal(net.weight, before)
 
 
-def test_parameters_without_a_gradient_keep_value_and_state() -> None:
+def test_parameters_without_gradient_do_not_change() -> None:
     a, b = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(20, 20))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = CAME([a, b, frozen], lr=1e-2)
@@ -145,7 +145,7 @@ def test_parameters_without_a_gradient_keep_value_and_state() -> None:
     assert frozen not in optimizer.state
 
 
-def test_matrix_dims_read_back_from_json_are_understood() -> None:
+def test_matrix_dims_accept_json_lists() -> None:
     def step(dims: Any) -> Tensor:
         param = nn.Parameter(torch.ones(8, 4, 16))
         param.grad = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
@@ -158,14 +158,14 @@ def test_matrix_dims_read_back_from_json_are_understood() -> None:
     assert not torch.equal(step(None), step(((0, 1), (2,))))
 
 
-def test_empty_parameters_are_left_alone() -> None:
+def test_empty_parameters_are_skipped() -> None:
     empty, full = nn.Parameter(torch.zeros(0, 20)), nn.Parameter(torch.ones(20, 20))
     empty.grad, full.grad = torch.zeros(0, 20), torch.ones(20, 20)
     CAME([empty, full], lr=1e-2).step()
     assert full.isfinite().all()
 
 
-def test_a_parameter_given_twice_is_stepped_once() -> None:
+def test_duplicate_parameter_is_stepped_once() -> None:
     def step(times: int) -> Tensor:
         param = nn.Parameter(torch.ones(20, 20))
         param.grad = torch.ones(20, 20)
@@ -177,7 +177,7 @@ def test_a_parameter_given_twice_is_stepped_once() -> None:
     assert torch.equal(step(1), step(2))
 
 
-def test_non_contiguous_gradients_and_parameters() -> None:
+def test_non_contiguous_tensors() -> None:
     base = torch.randn(30, 20)
     a, b = nn.Parameter(base.T), nn.Parameter(base.T.contiguous())
     a.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)).T
@@ -187,7 +187,7 @@ def test_non_contiguous_gradients_and_parameters() -> None:
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_groups_can_be_added_later() -> None:
+def test_add_param_group_after_steps() -> None:
     a, b = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(20, 20))
     optimizer = CAME([a], lr=1e-2)
     a.grad = b.grad = torch.ones(20, 20)
@@ -225,14 +225,14 @@ def test_groups_can_be_added_later() -> None:
     ],
     ids=str,
 )
-def test_values_out_of_range_are_refused_and_printed(options: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         CAME([nn.Parameter(torch.ones(2))], **{"lr": 2e-4, **options})
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("options", [{"confidence": False}, {"betas": (0.0, 0.999, 0.9999)}], ids=str)
-def test_without_confidence_nothing_need_be_added_to_it(options: dict[str, Any]) -> None:
+def test_eps_may_be_zero_without_confidence(options: dict[str, Any]) -> None:
     param = nn.Parameter(torch.ones(20, 24))
     param.grad = torch.ones(20, 24)
     param.grad[3] = 0.0
@@ -240,12 +240,12 @@ def test_without_confidence_nothing_need_be_added_to_it(options: dict[str, Any])
     assert param.isfinite().all()
 
 
-def test_a_role_that_there_is_not_is_refused() -> None:
+def test_unknown_role_is_refused() -> None:
     with pytest.raises(UserError, match="role must be one of None, matrix, embedding, vector; given 'matrx'"):
         CAME([{"params": [nn.Parameter(torch.ones(2))], "role": "matrx"}], lr=2e-4)
 
 
-def test_a_learning_rate_is_needed() -> None:
+def test_missing_lr_is_refused() -> None:
     param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(UserError, match="CAME needs a learning rate, such as lr=1e-3"):
         CAME([param])
@@ -259,14 +259,14 @@ def test_a_learning_rate_is_needed() -> None:
     assert [type(beta) for beta in found["betas"]] == [float] * 3
 
 
-def test_a_learning_rate_in_a_tensor_is_each_groups_own() -> None:
+def test_lr_tensor_is_copied_for_each_group() -> None:
     groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
     first, second = CAME(groups, lr=torch.tensor(1e-3)).param_groups
     first["lr"].fill_(2e-3)
     assert float(second["lr"]) == pytest.approx(1e-3)
 
 
-def test_a_learning_rate_for_graphs_is_loaded_beside_the_parameters() -> None:
+def test_capturable_lr_is_loaded_to_device() -> None:
     param = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = CAME([param], lr=1e-3, capturable=True)
     saved = CAME([nn.Parameter(torch.ones(2))], lr=2e-3, capturable=True).state_dict()
@@ -276,7 +276,7 @@ def test_a_learning_rate_for_graphs_is_loaded_beside_the_parameters() -> None:
         assert optimizer.param_groups[0]["lr"].device == param.device
 
 
-def test_state_of_other_optimizers_is_refused() -> None:
+def test_load_refuses_state_of_other_optimizers() -> None:
     param = nn.Parameter(torch.randn(20, 20))
     param.grad = torch.randn(20, 20)
     published = came_pytorch.CAME([param], lr=1e-3)
@@ -296,11 +296,11 @@ def test_state_of_other_optimizers_is_refused() -> None:
             optimizer.load_state_dict(other([param]).state_dict())
     adamw = torch.optim.AdamW([param])
     adamw.step()
-    with pytest.raises(UserError, match="no state of came-pytorch"):
+    with pytest.raises(UserError, match="not a state of came-pytorch"):
         from_came_pytorch(adamw.state_dict(), optimizer)
 
 
-def test_a_state_is_loaded_twice() -> None:
+def test_state_can_be_loaded_twice() -> None:
     optimizer = CAME([nn.Parameter(torch.zeros(2))], lr=1e-3)
     saved = optimizer.state_dict()
     for lr in (1e-3, 2e-3):
@@ -317,7 +317,7 @@ def test_a_state_is_loaded_twice() -> None:
         ({"dtype": torch.complex64}, "dtype must be one of"),
     ],
 )
-def test_bytes_of_what_there_is_not(options: dict[str, Any], message: str) -> None:
+def test_state_bytes_refuses_unknown_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         came_state_bytes((64, 64), **options)
 
@@ -331,7 +331,7 @@ def test_bytes_of_what_there_is_not(options: dict[str, Any], message: str) -> No
     ],
     ids=["complex", "integer", "sparse"],
 )
-def test_parameters_it_cannot_train_are_refused_by_name(param: nn.Parameter, message: str) -> None:
+def test_unsupported_parameters_are_refused(param: nn.Parameter, message: str) -> None:
     with pytest.raises(UserError, match=message):
         CAME([("weight", param)], lr=2e-4)
 
@@ -346,7 +346,7 @@ def test_parameters_it_cannot_train_are_refused_by_name(param: nn.Parameter, mes
     ],
     ids=str,
 )
-def test_placements_it_cannot_train_are_refused_by_name(placement: Any, options: dict[str, Any], message: str) -> None:
+def test_unsupported_placements_are_refused(placement: Any, options: dict[str, Any], message: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
@@ -357,7 +357,7 @@ def test_placements_it_cannot_train_are_refused_by_name(placement: Any, options:
         dist.destroy_process_group()
 
 
-def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+def test_sparse_gradients_are_refused_before_step() -> None:
     first, table = nn.Linear(20, 20), nn.Embedding(20, 20, sparse=True)
     optimizer = CAME([*first.named_parameters(), ("table.weight", table.weight)], lr=1e-2)
     before = first.weight.detach().clone()
@@ -368,7 +368,7 @@ def test_sparse_gradients_are_refused_before_anything_changes() -> None:
     assert not optimizer.state
 
 
-def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
+def test_grad_scaler_skips_overflow() -> None:
     net = model()
     optimizer = CAME(net.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -391,7 +391,7 @@ def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", ["auto", "last2"])
-def test_state_survives_saving_and_goes_on_bitwise(dtype: torch.dtype, factor: Any) -> None:
+def test_saved_state_resumes_bitwise(dtype: torch.dtype, factor: Any) -> None:
     """PyTorch's own loader would round a bf16 parameter's fp32 statistics to bf16."""
     straight, stopped = model(dtype), model(dtype)
     options: dict[str, Any] = {"lr": 1e-2, "debias": True, "factor": factor}
@@ -416,7 +416,7 @@ def test_state_survives_saving_and_goes_on_bitwise(dtype: torch.dtype, factor: A
     assert equal_states(one, three)
 
 
-def test_state_dict_is_flat_tensors_under_plain_keys() -> None:
+def test_state_dict_holds_plain_tensors() -> None:
     net = model()
     optimizer = CAME(param_groups(net), lr=1e-2)
     train(net, optimizer, range(1))
@@ -430,7 +430,7 @@ def test_state_dict_is_flat_tensors_under_plain_keys() -> None:
     assert sorted(names) == sorted(name for name, _ in net.named_parameters())
 
 
-def test_loaded_state_shares_no_memory_with_what_it_came_from() -> None:
+def test_loaded_state_shares_no_memory() -> None:
     a, b = model(), model()
     one, two = CAME(a.parameters(), lr=1e-2), CAME(b.parameters(), lr=1e-2)
     train(a, one, range(2))
@@ -443,7 +443,7 @@ def test_loaded_state_shares_no_memory_with_what_it_came_from() -> None:
 
 
 @pytest.mark.parametrize("change", ["shape", "key", "groups", "parameters"])
-def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -> None:
+def test_load_refuses_state_that_does_not_fit(change: str) -> None:
     net = model()
     optimizer = CAME(net.named_parameters(), lr=1e-2)
     train(net, optimizer, range(2))
@@ -477,13 +477,13 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change: str) -
         ({"betas": (0.0, 0.9, 0.9)}, r"saved with betas \(0\.9, 0\.999, 0\.9999\)"),
     ],
 )
-def test_state_kept_in_another_form_is_refused(options: dict[str, Any], message: str) -> None:
+def test_load_refuses_other_codecs(options: dict[str, Any], message: str) -> None:
     given = CAME([nn.Parameter(torch.zeros(2))], lr=1e-2).state_dict()
     with pytest.raises(UserError, match=message):
         CAME([nn.Parameter(torch.zeros(2))], lr=1e-2, **options).load_state_dict(given)
 
 
-def test_a_model_converted_before_the_first_step_is_checked_again() -> None:
+def test_converted_model_is_checked_at_first_step() -> None:
     param = nn.Parameter(torch.randn(32, 64))
     optimizer = CAME([param], lr=1e-2, momentum="int8")
     param.data = param.data.double()
@@ -494,7 +494,7 @@ def test_a_model_converted_before_the_first_step_is_checked_again() -> None:
         optimizer.step()
 
 
-def test_frozen_parameters_are_counted_once_they_have_state() -> None:
+def test_state_bytes_counts_frozen_parameters_with_state() -> None:
     params = [nn.Parameter(torch.randn(40, 50)), nn.Parameter(torch.randn(10))]
     params[0].requires_grad_(False)
     optimizer = CAME(params, lr=1e-2)
@@ -508,7 +508,7 @@ def test_frozen_parameters_are_counted_once_they_have_state() -> None:
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-def test_a_compiled_step_is_the_step(foreach: Any) -> None:
+def test_compiled_step_matches_step(foreach: Any) -> None:
     ends = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -523,7 +523,7 @@ def test_a_compiled_step_is_the_step(foreach: Any) -> None:
     assert all(map(torch.equal, *ends))
 
 
-def test_hooks_of_others_see_the_whole_state_around_a_load() -> None:
+def test_load_hooks_see_whole_state() -> None:
     net = model()
     optimizer = CAME(net.parameters(), lr=1e-2)
     train(net, optimizer, range(2))
@@ -544,7 +544,7 @@ def test_hooks_of_others_see_the_whole_state_around_a_load() -> None:
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])  # noqa: S301
-def test_copies_go_on_as_the_original(how: Any) -> None:
+def test_copies_resume_like_original(how: Any) -> None:
     net = model(torch.bfloat16)
     optimizer = CAME(net.parameters(), lr=1e-2)
     train(net, optimizer, range(2))
@@ -554,7 +554,7 @@ def test_copies_go_on_as_the_original(how: Any) -> None:
     assert equal_states(optimizer, copied)
 
 
-def test_distributed_checkpoint_helpers_load_by_name() -> None:
+def test_distributed_checkpoint_loads_by_name() -> None:
     a, b = model(torch.bfloat16), model(torch.bfloat16)
     one = CAME(param_groups(a), lr=1e-2)
     train(a, one, range(2))

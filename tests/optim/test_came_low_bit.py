@@ -67,7 +67,7 @@ def run(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tenso
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(16, 400), st.sampled_from(["int8", "int4"]), st.integers(0, 10**6))
-def test_codes_are_as_near_as_their_steps(rows: int, length: int, momentum: Any, seed: int) -> None:
+def test_codes_are_within_half_a_step(rows: int, length: int, momentum: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn((rows, length), generator=generator) * 10 ** torch.randn((rows, 1), generator=generator)
     layout = block_rows((rows, length), MATRIX, momentum)
@@ -90,7 +90,7 @@ def test_codes_are_as_near_as_their_steps(rows: int, length: int, momentum: Any,
         assert (error <= kept[:, block, None] * (step + 2.0**-10)).all()
 
 
-def test_scales_of_one_byte_are_the_least_that_are_large_enough() -> None:
+def test_byte_scales_round_up() -> None:
     every = decode_scales(torch.arange(256, dtype=torch.uint8), torch.float32)
     assert every[0] == 0, "state that was never written is zero, whatever its codes"
     assert every[255].isnan()
@@ -108,7 +108,7 @@ def test_scales_of_one_byte_are_the_least_that_are_large_enough() -> None:
 
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.parametrize("momentum", ["int8", "int4"])
-def test_what_is_no_number_or_too_large_comes_back_as_nan(momentum: Any, length: int) -> None:
+def test_codec_returns_nan_for_nonfinite_values(momentum: Any, length: int) -> None:
     value = torch.ones(4, length)
     value[0, 3], value[1, 3], value[2, 3] = torch.nan, torch.inf, 1e6
     layout = block_rows((4, length), MATRIX, momentum)
@@ -117,7 +117,7 @@ def test_what_is_no_number_or_too_large_comes_back_as_nan(momentum: Any, length:
     assert decode(codes, scale, layout, torch.float32).isnan().any(dim=1).tolist() == [True, True, True, False]
 
 
-def test_four_bits_are_unbiased() -> None:
+def test_int4_codes_are_unbiased() -> None:
     value = torch.linspace(-1.0, 1.0, 64).expand(4, 64)
     layout = block_rows((4, 64), MATRIX, "int4")
     codes, scale = torch.zeros((4, 32), dtype=torch.uint8), torch.zeros((4, 1), dtype=torch.float16)
@@ -129,7 +129,7 @@ def test_four_bits_are_unbiased() -> None:
     assert (total / 500).mean(0).sub(value[0]).abs().max() < 5 * 0.5 / 7 / 2000**0.5
 
 
-def test_blocks_of_zeros_stay_zeros() -> None:
+def test_codec_keeps_zero_blocks() -> None:
     for momentum, length in (("int8", 200), ("int4", 200), ("int8", 20), ("int4", 21)):
         layout = block_rows((2, length), MATRIX, momentum)  # type: ignore[arg-type]
         codes, scale = empty_codes((2, length), momentum)
@@ -138,7 +138,7 @@ def test_blocks_of_zeros_stay_zeros() -> None:
         assert (decode(codes, scale, layout, torch.float32) == 0).all()
 
 
-def test_noise_is_uniform_and_belongs_to_its_element() -> None:
+def test_noise_is_uniform_per_element() -> None:
     whole = random_uint16(make_seed(3, 1), 0, (1000, 1000))
     assert whole.min() >= 0
     assert whole.max() <= 65535
@@ -155,7 +155,7 @@ def test_noise_is_uniform_and_belongs_to_its_element() -> None:
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5e-3
 
 
-def test_noise_of_a_part_is_a_part_of_the_noise() -> None:
+def test_noise_of_a_slice_matches_whole() -> None:
     whole = random_uint16(make_seed(), 0, (6, 7, 8, 9))
     strides = whole.stride()
     for start, size in (((0, 0, 0, 0), (6, 7, 8, 9)), ((2, 0, 3, 0), (2, 7, 5, 9)), ((1, 6, 0, 4), (5, 1, 8, 2))):
@@ -167,7 +167,7 @@ def test_noise_of_a_part_is_a_part_of_the_noise() -> None:
     assert torch.equal(far[:, 0], random_uint16(make_seed(), 0, (3,)))
 
 
-def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
+def test_noise_continues_beyond_2_to_32_elements() -> None:
     far = random_uint16(make_seed(), 2**32 - 2, (4,))
     assert torch.equal(far[2:], random_uint16(make_seed(), 0, (2,)))
     assert torch.equal(random_uint16(make_seed(), 2**31 - 2, (4,))[2:], random_uint16(make_seed(), 2**31, (2,)))
@@ -176,7 +176,7 @@ def test_noise_goes_on_beyond_two_to_the_32_elements() -> None:
 # --- weights
 
 
-def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     exact = torch.tensor([1.0, -2.5, 0.0, -0.0, float("inf"), 3e38, 1e-38])
     param = torch.zeros(7, dtype=torch.bfloat16)
     write_weight(exact.bfloat16().float(), param, None, seed=make_seed())
@@ -205,7 +205,7 @@ def test_compensated_weights_have_24_bits(number: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 33), (50,), (40, 8)])
-def test_small_steps_are_lost_to_the_nearest_and_kept_otherwise(shape: tuple[int, ...]) -> None:
+def test_small_steps_are_lost_only_by_nearest_rounding(shape: tuple[int, ...]) -> None:
     """200 steps of 1e-4 around weights of 1, where bf16 has steps of 4e-3 to 8e-3."""
     grads = [torch.ones(shape) + 0.1 * grad for grad in gradients(shape, 200)]
     moved = {}
@@ -229,7 +229,7 @@ def test_small_steps_are_lost_to_the_nearest_and_kept_otherwise(shape: tuple[int
 
 @pytest.mark.parametrize("momentum", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_first_step_is_that_of_fp32_and_the_rest_stays_near(shape: tuple[int, ...], momentum: Any) -> None:
+def test_low_bit_momentum_stays_near_fp32(shape: tuple[int, ...], momentum: Any) -> None:
     """The update uses the momentum before rounding, so the first step is unaffected."""
     grads = gradients(shape, 30)
     one, many = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
@@ -250,7 +250,7 @@ def test_first_step_is_that_of_fp32_and_the_rest_stays_near(shape: tuple[int, ..
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("momentum", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_do_not_change_codes_and_noise(
+def test_tile_size_does_not_change_codes(
     shape: tuple[int, ...], momentum: Any, rounding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums over tiles differ in the last bit; if that moves a value over a rounding boundary, it moves by one step."""
@@ -270,7 +270,7 @@ def test_tiles_do_not_change_codes_and_noise(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
-def test_state_goes_on_bitwise_and_takes_the_stated_bytes(momentum: Any, rounding: Any, dtype: torch.dtype) -> None:
+def test_low_bit_state_resumes_bitwise(momentum: Any, rounding: Any, dtype: torch.dtype) -> None:
     shapes = [(40, 33), (20, 3, 3, 3), (7,), (200, 4), (50, 17), (16, 70), (20, 130)]
     options = {"lr": 1e-2, "betas": CONFIDENT, "debias": True, "momentum": momentum, "rounding": rounding}
 
@@ -306,7 +306,7 @@ def test_state_goes_on_bitwise_and_takes_the_stated_bytes(momentum: Any, roundin
             assert torch.equal(value, other.state[b][key])
 
 
-def test_bytes_at_llama_3_8b() -> None:
+def test_state_bytes_of_llama_3_8b() -> None:
     layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)] + [(4096,)] * 2
     shapes = layer * 32 + [(128256, 4096)] * 2 + [(4096,)]
     count = sum(prod(shape) for shape in shapes)
@@ -324,7 +324,7 @@ def most_bytes(rows: int, cols: int, momentum: str) -> float:
 
 
 @pytest.mark.parametrize("momentum", ["int8", "int4"])
-def test_any_matrix_takes_its_codes_its_factors_and_little_more(momentum: Any) -> None:
+def test_state_bytes_of_any_matrix(momentum: Any) -> None:
     for cols in range(16, 1000):
         for rows in (16, 300):
             assert came_state_bytes((rows, cols), momentum=momentum) <= most_bytes(rows, cols, momentum), (rows, cols)
@@ -332,7 +332,7 @@ def test_any_matrix_takes_its_codes_its_factors_and_little_more(momentum: Any) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(16, 300), st.integers(16, 300) | st.integers(16, 40), st.sampled_from(["int8", "int4"]))
-def test_storages_after_a_step_take_no_more(rows: int, cols: int, momentum: Any) -> None:
+def test_storages_match_state_bytes(rows: int, cols: int, momentum: Any) -> None:
     param = parameter((rows, cols))
     optimizer = CAME([param], lr=1e-2, momentum=momentum)
     run(optimizer, param, gradients((rows, cols), 1))
@@ -354,7 +354,7 @@ def test_storages_after_a_step_take_no_more(rows: int, cols: int, momentum: Any)
     ],
     ids=str,
 )
-def test_no_view_has_rows_too_short_for_their_scales(shape: tuple[int, ...], dims: Any, momentum: Any) -> None:
+def test_block_rows_are_long_enough_for_scales(shape: tuple[int, ...], dims: Any, momentum: Any) -> None:
     group = {"params": [parameter(shape)], "matrix_dims": dims, "role": "matrix"}
     optimizer = CAME([group], lr=1e-2, momentum=momentum)
     run(optimizer, group["params"][0], gradients(shape, 3))
@@ -364,7 +364,7 @@ def test_no_view_has_rows_too_short_for_their_scales(shape: tuple[int, ...], dim
     assert state_bytes(optimizer) <= 8 * batch * sum(sides) + (code + 0.07) * prod(shape) + 4
 
 
-def test_scales_of_another_width_are_refused() -> None:
+def test_load_refuses_scales_of_other_dtype() -> None:
     source, target = (parameter((20, 20)) for _ in range(2))
     optimizer = CAME([source], lr=2e-4, momentum="int8")
     run(optimizer, source, gradients((20, 20), 1))
@@ -374,7 +374,7 @@ def test_scales_of_another_width_are_refused() -> None:
         CAME([target], lr=2e-4, momentum="int8").load_state_dict(saved)
 
 
-def test_what_a_precision_cannot_do_is_refused() -> None:
+def test_unsupported_precisions_are_refused() -> None:
     with pytest.raises(UserError, match="momentum must be one of fp32, bf16, int8, int4; given 'fp8'"):
         CAME([parameter((20, 20))], lr=2e-4, momentum="fp8")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"is for bfloat16 parameters; .* is float16"):

@@ -133,7 +133,7 @@ def steps_with_an_empty_shard() -> None:
         assert_close(part, whole, 2e-6, momentum)
 
 
-def test_an_empty_shard_in_every_codec() -> None:
+def test_empty_shard_in_every_codec() -> None:
     run(2, steps_with_an_empty_shard)
 
 
@@ -170,7 +170,7 @@ ON_FOUR: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ],
     ids=["2", "3", "4", "4-long"],
 )
-def test_many_steps_equal_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]], steps: int) -> None:
+def test_sharded_steps_match_one_device(cases: list[tuple[tuple[int, ...], tuple[Placement, ...]]], steps: int) -> None:
     """Five over four ranks leave one rank without elements: of a vector, of a stack, of a matrix's rows."""
     run(prod(cases[0][0]), equals_one_device, cases, steps)
 
@@ -200,7 +200,7 @@ def exchanges_and_bytes() -> None:
     assert comm.get_total_counts() == 0
 
 
-def test_three_exchanges_whatever_the_number_of_parameters() -> None:
+def test_sharded_step_takes_three_all_reduces() -> None:
     run(2, exchanges_and_bytes)
 
 
@@ -223,7 +223,7 @@ def gradients_placed_otherwise() -> None:
         CAME([("weight", param)], lr=2e-4).step()
 
 
-def test_gradients_placed_otherwise_than_their_parameters_are_redistributed() -> None:
+def test_gradients_with_other_placements_are_redistributed() -> None:
     """Sequence parallelism leaves the gradients of norms Partial."""
     run(2, gradients_placed_otherwise)
 
@@ -259,7 +259,7 @@ def some_gradients_missing() -> None:
         assert pair.one.state[p]["step"].equal(pair.many.state[q]["step"])
 
 
-def test_a_gradient_missing_on_some_ranks_counts_as_zeros_and_on_all_ranks_keeps_the_parameter() -> None:
+def test_missing_gradients_on_some_or_all_ranks() -> None:
     run(2, some_gradients_missing)
 
 
@@ -291,7 +291,7 @@ def low_bit_state_and_noise() -> None:
                     assert (full != whole).double().mean() < 0.02, (options, tuple(p.shape), whole.dtype)
 
 
-def test_low_bit_state_and_noise_belong_to_the_whole_parameter() -> None:
+def test_sharded_codes_match_one_device() -> None:
     run(3, low_bit_state_and_noise)
 
 
@@ -319,7 +319,7 @@ def codes_of_short_rows() -> None:
             assert torch.equal(found, wanted.split(rows)[dist.get_rank()]), (momentum, shape, key)
 
 
-def test_codes_of_short_rows_are_cut_with_their_rows() -> None:
+def test_sharded_codes_of_short_rows() -> None:
     run(3, codes_of_short_rows)
 
 
@@ -358,7 +358,7 @@ def training_with_fully_shard() -> None:
             assert_close(q, p, 1e-9, "param")
 
 
-def test_training_with_fully_shard_and_hybrid_sharding() -> None:
+def test_fully_shard_and_hybrid_sharding() -> None:
     """In fp64, in which both gradients differ by 1e-16, so that training does not amplify the difference."""
     run(4, training_with_fully_shard)
 
@@ -447,7 +447,7 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
             assert torch.equal(value, b[key])
 
 
-def test_a_checkpoint_of_four_ranks_goes_on_with_four_with_two_and_with_one(tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_resumes_on_four_two_and_one(tmp_path: Path) -> None:
     """Resuming on four ranks is bitwise equal for every codec."""
     run(SAVED_BY, save, str(tmp_path))
     for world in (SAVED_BY, 2, 1):

@@ -46,7 +46,7 @@ def trained(
     st.integers(0, 3),
     st.integers(0, 10**6),
 )
-def test_what_is_left_keeps_its_momentum_and_second_moment(
+def test_slice_state_keeps_momentum_and_second_moment(
     shape: tuple[int, ...], momentum: Any, dim: int, seed: int
 ) -> None:
     dim %= len(shape)
@@ -82,7 +82,7 @@ def test_what_is_left_keeps_its_momentum_and_second_moment(
     assert group is not None
 
 
-def test_the_step_after_a_cut_is_the_step_of_the_whole_projected() -> None:
+def test_step_after_slice_matches_whole_step() -> None:
     """Removed rows that never had a gradient do not affect clip, means or momentum."""
     shape, kept = (48, 40), torch.arange(0, 48, 2)
     whole, cut = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
@@ -109,7 +109,7 @@ def test_the_step_after_a_cut_is_the_step_of_the_whole_projected() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "compensated"])
-def test_a_cut_matrix_that_is_too_thin_to_factor(rounding: Any) -> None:
+def test_slice_to_thin_matrix(rounding: Any) -> None:
     param, optimizer = trained((64, 40), momentum="int8", dtype=torch.bfloat16, rounding=rounding)
     before = {key: value.clone() for key, value in optimizer.state[param].items()}
     mask = torch.zeros(64, dtype=torch.bool)
@@ -123,7 +123,7 @@ def test_a_cut_matrix_that_is_too_thin_to_factor(rounding: Any) -> None:
         assert torch.equal(state["low"], before["low"][mask])
 
 
-def test_declared_dims_of_a_tensor_core_survive_cuts_of_either_rank() -> None:
+def test_slice_of_tt_core_keeps_matrix_dims() -> None:
     """A core (r, n, r') as a matrix (r n) x r'; both ranks are sliced, one after the other."""
     param, optimizer = trained((6, 10, 24), group={"matrix_dims": ((0, 1), (2,)), "role": "matrix"}, momentum="int4")
     optimizer.slice_state(param, 0, torch.tensor([0, 2, 5]))
@@ -135,7 +135,7 @@ def test_declared_dims_of_a_tensor_core_survive_cuts_of_either_rank() -> None:
     assert optimizer.state[param]["exp_avg_codes"].shape == (3, 10, 10)
 
 
-def test_a_cut_without_confidence_goes_on() -> None:
+def test_slice_without_confidence() -> None:
     param, optimizer = trained((64, 40), momentum="int8", group={"confidence": False})
     optimizer.slice_state(param, 0, torch.arange(32))
     param.grad = None
@@ -143,11 +143,11 @@ def test_a_cut_without_confidence_goes_on() -> None:
     param.grad = torch.randn_like(param)
     optimizer.step()
     assert not {"res_row", "res_col"} & optimizer.state[param].keys()
-    with pytest.raises(UserError, match="always has its confidence"):
+    with pytest.raises(UserError, match="always has a confidence"):
         to_came_pytorch(optimizer)
 
 
-def test_cuts_that_make_no_sense_are_refused() -> None:
+def test_slice_state_refuses_bad_indices() -> None:
     param, optimizer = trained((20, 30))
     for dim, index, message in (
         (2, torch.arange(3), "dim must be from -2 to 1; given 2"),
@@ -164,7 +164,7 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
     CAME([fresh], lr=2e-4).slice_state(fresh, 0, torch.arange(2))  # no state yet
 
 
-def test_a_cut_to_nothing_leaves_no_state() -> None:
+def test_slice_to_nothing_removes_state() -> None:
     param, optimizer = trained((20, 30), momentum="int8")
     optimizer.slice_state(param, 0, torch.arange(0))
     param.data, param.grad = param.data[:0], None
@@ -173,7 +173,7 @@ def test_a_cut_to_nothing_leaves_no_state() -> None:
 
 
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
-def test_replicated_parameters_are_cut_and_sharded_ones_refused(momentum: Any) -> None:
+def test_slice_state_refuses_sharded_parameters(momentum: Any) -> None:
     """Replicated parameters behave like plain tensors on one process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -211,7 +211,7 @@ def fresh_params(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("to_ours", [True, False])
-def test_runs_change_over_to_and_from_the_published_package(to_ours: bool) -> None:
+def test_runs_switch_to_and_from_published_package(to_ours: bool) -> None:
     shapes: list[tuple[int, ...]] = [(20, 33), (7,), (3, 18, 16), (4, 3, 3, 3)]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": CONFIDENT}
 
@@ -237,7 +237,7 @@ def test_runs_change_over_to_and_from_the_published_package(to_ours: bool) -> No
 
 
 @pytest.mark.parametrize("factor", ["auto", "last2"])
-def test_corrected_averages_change_over_without_a_jump(factor: Any) -> None:
+def test_debiased_averages_convert_without_a_jump(factor: Any) -> None:
     """The next step of the published package is about as long as the step before."""
     params = fresh_params([(40, 33), (7,), (20, 4, 3, 3)])
     optimizer = CAME(params, lr=1e-3, betas=CONFIDENT, debias=True, factor=factor)
@@ -250,18 +250,16 @@ def test_corrected_averages_change_over_without_a_jump(factor: Any) -> None:
         assert 0.4 < float((end - middle).norm() / (middle - start).norm()) < 2.5
 
 
-def test_what_the_published_package_has_no_place_for_is_refused() -> None:
+def test_conversion_refuses_unsupported_options() -> None:
     param, optimizer = trained((20, 33))
-    with pytest.raises(
-        UserError, match=r"is none of came-pytorch: it has no exp_avg_sq_row.*goes to `load_state_dict`"
-    ):
+    with pytest.raises(UserError, match=r"is not one of came-pytorch: it has no exp_avg_sq_row.*to `load_state_dict`"):
         from_came_pytorch(optimizer.state_dict(), optimizer)
-    with pytest.raises(UserError, match="descends alone; given maximize=True"):
+    with pytest.raises(UserError, match="cannot maximize; given maximize=True"):
         to_came_pytorch(CAME([param], lr=1e-3, maximize=True))
 
 
 @pytest.mark.parametrize("momentum", ["fp32", "int8"])
-def test_other_factors_are_averaged_anew(momentum: Any) -> None:
+def test_conversion_averages_other_factors(momentum: Any) -> None:
     """A convolution, a thin matrix and a matrix: statistics with equal factoring are exact, others keep their mean."""
     shapes: list[tuple[int, ...]] = [(20, 4, 3, 3), (40, 4), (20, 33)]
     params = fresh_params(shapes)
@@ -281,14 +279,14 @@ def test_other_factors_are_averaged_anew(momentum: Any) -> None:
         from_came_pytorch(published.state_dict(), CAME(params[:2], lr=2e-4))
 
 
-def test_a_state_of_one_group_goes_to_other_groups() -> None:
+def test_conversion_to_other_groups() -> None:
     """Convert from the published package's `CAME(model.parameters())` to CAME over `param_groups(model)`."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 20))
     params = list(model.parameters())
     published = PublishedCAME(params, lr=1e-2)
     advance(params, published, range(4))
     optimizer = CAME(param_groups(model, weight_decay=0.1), lr=3e-3)
-    with pytest.raises(UserError, match=r"hold \[6\] parameters, those of this optimizer \[2, 4\].*give parameters="):
+    with pytest.raises(UserError, match=r"hold \[6\] parameters, those of this optimizer \[2, 4\].*as parameters="):
         from_came_pytorch(published.state_dict(), optimizer)
     optimizer.load_state_dict(from_came_pytorch(published.state_dict(), optimizer, model.parameters()))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

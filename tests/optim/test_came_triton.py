@@ -92,7 +92,7 @@ def assert_alike(both: list[tuple[list[nn.Parameter], CAME]], *, exact: bool) ->
 
 
 @pytest.mark.parametrize(("momentum", "rounding", "dtype", "options"), CASES, ids=str)
-def test_kernels_compute_what_the_operations_do(
+def test_kernels_match_eager_step(
     momentum: str, rounding: str, dtype: torch.dtype, options: Any, stepped: list[tuple[int, ...]]
 ) -> None:
     both = [
@@ -102,7 +102,7 @@ def test_kernels_compute_what_the_operations_do(
     assert_alike(both, exact=dtype == torch.float32)
 
 
-def test_noise_is_that_of_the_operations() -> None:
+def test_kernel_noise_matches_eager_noise() -> None:
     """Nearly equal values round to the same neighbors; different noise would send half of them elsewhere."""
     options = {"momentum": "int4", "rounding": "stochastic", "shapes": [(64, 256), (33, 129)], "steps": 1}
     both = [trained(torch.bfloat16, foreach=foreach, **options) for foreach in (None, False)]
@@ -112,7 +112,7 @@ def test_noise_is_that_of_the_operations() -> None:
         assert (codes[0] == codes[1]).float().mean() > 0.99
 
 
-def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_change_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch per parameter gives the same bits as one launch for all."""
     together = trained(torch.float32, shapes=FEW, momentum="fp32", **DEBIASED)
     monkeypatch.setattr(_triton, "MAX_SCRATCH", 1)
@@ -121,13 +121,13 @@ def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(param, other)
 
 
-def test_a_learning_rate_in_a_tensor_is_that_of_floats() -> None:
+def test_lr_tensor_matches_float() -> None:
     options = {**DEBIASED, "capturable": True, "shapes": FEW}
     both = [trained(torch.float32, foreach=foreach, **options) for foreach in (None, False)]
     assert_alike(both, exact=True)
 
 
-def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tuple[int, ...]]) -> None:
+def test_unsupported_parameters_take_eager_step(stepped: list[tuple[int, ...]]) -> None:
     param = nn.Parameter(torch.randn(20, 40, device=DEVICE).t())
     double = nn.Parameter(torch.randn(20, 40, device=DEVICE, dtype=torch.float64))
     before = param.detach().clone(), double.detach().clone()
@@ -139,7 +139,7 @@ def test_what_the_kernels_do_not_know_is_stepped_all_the_same(stepped: list[tupl
     assert all(not torch.equal(now, then) for now, then in zip((param, double), before, strict=True))
 
 
-def test_state_elsewhere_is_no_memory_to_read() -> None:
+def test_kernels_skip_state_on_other_device() -> None:
     (param,), optimizer = trained(torch.float32, shapes=[(40, 33)])
     assert _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
     state = optimizer.state[param]
@@ -147,7 +147,7 @@ def test_state_elsewhere_is_no_memory_to_read() -> None:
     assert not _triton.can_step(optimizer.param_step(optimizer.param_groups[0], param, 0))
 
 
-def test_without_a_compiler_the_operations_step(
+def test_missing_compiler_falls_back_to_eager_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stepped: list[tuple[int, ...]]
 ) -> None:
     class NoCompiler:
@@ -167,7 +167,7 @@ def test_without_a_compiler_the_operations_step(
     assert_alike([found, trained(torch.float32, foreach=False)], exact=True)
 
 
-def test_nan_gradients_are_not_hidden() -> None:
+def test_kernels_pass_on_nan_gradients() -> None:
     params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in ((32, 32), (5,))]
     optimizer = CAME(params, lr=1e-2)
     for param in params:
@@ -177,7 +177,7 @@ def test_nan_gradients_are_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-def test_a_nan_of_any_bits_stays_one(rounding: str) -> None:
+def test_nan_of_any_bits_stays_nan(rounding: str) -> None:
     params, optimizer = trained(torch.bfloat16, shapes=[(40, 33), (5,)], rounding=rounding)
     for param in params:
         optimizer.state[param]["exp_avg"].view(torch.int32).fill_(0x7FFFFFFF)
@@ -185,7 +185,7 @@ def test_a_nan_of_any_bits_stays_one(rounding: str) -> None:
     assert all(param.isnan().all() for param in params)
 
 
-def test_gradient_release_takes_the_kernels(stepped: list[tuple[int, ...]]) -> None:
+def test_gradient_release_uses_kernels(stepped: list[tuple[int, ...]]) -> None:
     net = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(3)]).to(DEVICE)
     handle = release_gradients(net, CAME(net.parameters(), lr=1e-3, momentum="int8"))
     net(torch.randn(2, 40, device=DEVICE)).square().mean().backward()
@@ -226,7 +226,7 @@ build(kernels.apply_moment, capability, types, **bf16, **flat)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("momentum", ["fp32", "int8"])
-def test_a_cuda_graph_steps_as_calls_do(momentum: Any) -> None:
+def test_cuda_graph_matches_calls(momentum: Any) -> None:
     """The learning rate changes after the capture; the graph reads it from its tensor."""
 
     def run(captured: bool) -> list[torch.Tensor]:
@@ -256,7 +256,7 @@ def test_a_cuda_graph_steps_as_calls_do(momentum: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_training_step_is_the_step() -> None:
+def test_captured_training_step_matches_step() -> None:
     """Gradients are created inside the graph, at different addresses than before."""
 
     def run(captured: bool) -> list[torch.Tensor]:
@@ -287,7 +287,7 @@ def test_a_captured_training_step_is_the_step() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_are_the_same_every_time() -> None:
+def test_kernel_steps_are_deterministic() -> None:
     """No sum depends on the order of execution, so replicas stay in sync."""
     both = [trained(torch.bfloat16, momentum="int8", rounding="stochastic", **DEBIASED)[0] for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
@@ -295,7 +295,7 @@ def test_steps_are_the_same_every_time() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("momentum", ["fp32", "int8", "int4"])
-def test_scratch_on_a_gpu_stays_small(momentum: Any) -> None:
+def test_scratch_on_gpu_is_bounded(momentum: Any) -> None:
     param = nn.Parameter(torch.zeros(4096, 14336, device="cuda", dtype=torch.bfloat16))
     optimizer = CAME([param], lr=1e-3, momentum=momentum, **DEBIASED)
     for step in range(2):

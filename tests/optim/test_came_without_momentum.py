@@ -36,7 +36,7 @@ def stepped(params: list[nn.Parameter], optimizer: CAME, steps: range) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_kept_of_it(dtype: torch.dtype) -> None:
+def test_no_momentum_keeps_no_state(dtype: torch.dtype) -> None:
     params = params_of(dtype)
     optimizer = CAME(params, rounding="compensated", **OPTIONS)
     stepped(params, optimizer, range(2))
@@ -60,7 +60,7 @@ def confidence_bytes() -> int:
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-def test_its_state_comes_back(foreach: bool | None) -> None:
+def test_state_without_momentum_resumes(foreach: bool | None) -> None:
     params = params_of()
     optimizer = CAME(params, foreach=foreach, **OPTIONS)
     stepped(params, optimizer, range(3))
@@ -84,7 +84,7 @@ def test_its_state_comes_back(foreach: bool | None) -> None:
 
 
 @pytest.mark.parametrize(("place", "dim"), [(0, 0), (0, 1), (1, 2), (2, 0), (3, 0), (4, 0)])
-def test_a_cut_goes_on(place: int, dim: int) -> None:
+def test_slice_without_momentum(place: int, dim: int) -> None:
     params = params_of()
     optimizer = CAME(params, **OPTIONS)
     stepped(params, optimizer, range(3))
@@ -98,7 +98,7 @@ def test_a_cut_goes_on(place: int, dim: int) -> None:
     assert "exp_avg" not in optimizer.state[param]
 
 
-def test_released_gradients_take_the_same_steps() -> None:
+def test_released_gradients_match_steps() -> None:
     nets = []
     for released in (False, True):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_released_gradients_take_the_same_steps() -> None:
         assert torch.equal(one, other)
 
 
-def test_groups_with_and_without_a_momentum() -> None:
+def test_groups_with_and_without_momentum() -> None:
     """Parameters with an exchanged momentum need none; embeddings, whose gradients are averaged, keep it in int8."""
     params = params_of()
     groups = [{"params": params[:1], "betas": BETAS}, {"params": params[1:]}]
@@ -132,7 +132,7 @@ def test_groups_with_and_without_a_momentum() -> None:
         stepped(alone, single, range(1))
 
 
-def test_a_format_of_no_momentum_is_refused() -> None:
+def test_codec_without_momentum_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"momentum='int8' is the codec of a momentum, and with betas\[0\] = 0 there is none"
     ):
@@ -165,5 +165,5 @@ def as_on_one_device() -> None:
 
 
 @pytest.mark.dist
-def test_sharded_steps_are_those_of_one_device() -> None:
+def test_sharded_steps_match_one_device() -> None:
     run(2, as_on_one_device)

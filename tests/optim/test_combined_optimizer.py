@@ -39,7 +39,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_muon_steps_matrices_and_adamw_the_rest_exactly_as_alone() -> None:
+def test_muon_and_adamw_match_separate_steps() -> None:
     together, apart = model(), model()
     train(together, muon(together), range(3))
     matrices = [apart[1].weight, apart[3].weight]
@@ -58,14 +58,14 @@ def test_muon_steps_matrices_and_adamw_the_rest_exactly_as_alone() -> None:
     assert same(together, apart)
 
 
-def test_matrices_of_more_dims_and_embeddings_go_to_adamw() -> None:
+def test_adamw_steps_embeddings_and_other_dims() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Embedding(5, 4), nn.Linear(4, 4, bias=False))
     first, second = muon(net).members
     assert [p.ndim for g in first.param_groups for p in g["params"]] == [2]
     assert sorted(g["role"] for g in second.param_groups) == ["embedding", "matrix", "vector"]
 
 
-def test_groups_keep_their_order_and_are_the_dicts_of_the_members() -> None:
+def test_groups_are_dicts_of_members_in_order() -> None:
     net = model()
     optimizer = muon(net)
     assert [group["role"] for group in optimizer.param_groups] == ["embedding", "matrix", "vector"]
@@ -76,7 +76,7 @@ def test_groups_keep_their_order_and_are_the_dicts_of_the_members() -> None:
     assert sorted(theirs) == sorted(id(group) for group in optimizer.param_groups)
 
 
-def test_schedules_reach_the_members() -> None:
+def test_schedules_reach_members() -> None:
     net = model()
     optimizer = muon(net)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
@@ -88,7 +88,7 @@ def test_schedules_reach_the_members() -> None:
     assert same(before, net)
 
 
-def test_state_finds_every_parameter_and_what_is_put_there_is_used() -> None:
+def test_state_is_shared_with_members() -> None:
     net = model()
     optimizer = muon(net)
     train(net, optimizer, range(2))
@@ -117,7 +117,7 @@ def test_zero_grad_and_closure() -> None:
     assert calls == [1]
 
 
-def test_saving_and_going_on_is_bitwise() -> None:
+def test_saved_state_resumes_bitwise() -> None:
     straight, stopped, resumed = model(), model(), model()
     train(straight, muon(straight), range(5))
     optimizer = muon(stopped)
@@ -149,7 +149,7 @@ def test_load_refuses_other_groups_and_runs_hooks() -> None:
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])  # noqa: S301
-def test_copies_go_on_as_the_original(how: Any) -> None:
+def test_copies_resume_like_original(how: Any) -> None:
     net = model()
     optimizer = muon(net)
     train(net, optimizer, range(2))
@@ -180,7 +180,7 @@ def test_grad_scaler_scales_and_skips() -> None:
     assert same(plain, scaled)
 
 
-def test_what_cannot_be_combined_is_refused() -> None:
+def test_bad_combinations_are_refused() -> None:
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(UserError, match="at least one"):
         CombinedOptimizer([])
@@ -189,5 +189,5 @@ def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(UserError, match="order must name"):
         CombinedOptimizer([torch.optim.SGD([p]), torch.optim.SGD([q])], order=[0, 0])
     combined = CombinedOptimizer([torch.optim.SGD([p]), torch.optim.SGD([q])])
-    with pytest.raises(UserError, match="no further groups"):
+    with pytest.raises(UserError, match="cannot add groups"):
         combined.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

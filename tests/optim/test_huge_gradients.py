@@ -101,7 +101,7 @@ def test_came_stays_finite(driver: str, kind: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pattern", ["all", "row", "spread"])
 @pytest.mark.parametrize("magnitude", [3e18, 1e19, 1e25])
-def test_came_takes_the_same_step_in_every_driver(driver: str, magnitude: float, pattern: str) -> None:
+def test_came_drivers_take_same_step(driver: str, magnitude: float, pattern: str) -> None:
     (params, optimizer), (others, reference) = came(driver, debias=True), came("eager", debias=True)
     train(optimizer, params, pattern, magnitude, steps=2)
     train(reference, others, pattern, magnitude, steps=2)
@@ -114,7 +114,7 @@ def test_came_takes_the_same_step_in_every_driver(driver: str, magnitude: float,
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("kind", [{}, {"confidence": False}], ids=str)
-def test_came_shows_gradients_that_are_not_finite(driver: str, kind: dict[str, Any], bad: float) -> None:
+def test_came_passes_on_nonfinite_gradients(driver: str, kind: dict[str, Any], bad: float) -> None:
     params, optimizer = came(driver, **kind)
     for param in params:
         param.grad = gradient(tuple(param.shape), "all", 1.0, 0)

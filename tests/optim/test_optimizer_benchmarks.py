@@ -20,7 +20,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_bytes_are_counted_wherever_an_optimizer_keeps_them() -> None:
+def test_bytes_count_all_storages() -> None:
     from contenders import CONTENDERS, held_bytes
     from optim_bytes import aims, counted, llama_specs
 
@@ -48,7 +48,7 @@ def test_bytes_are_counted_wherever_an_optimizer_keeps_them() -> None:
 
 
 @pytest.mark.dist
-def test_sharded_steps_are_compared_with_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_benchmark_compares_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import optim_sharded
     from optim_sharded import HELD_TO_LIMIT, LIMIT, OPTIMIZERS, differences, network, sharded, stepped
 

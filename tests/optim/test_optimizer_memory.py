@@ -66,7 +66,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_prediction_is_what_the_storages_hold(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_predicted_state_bytes_match_storages(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     net = model(dtype)
     groups = param_groups(net)
     expected = predicted_state_bytes(name, groups, **options)
@@ -85,7 +85,7 @@ def test_prediction_is_what_the_storages_hold(name: str, options: dict[str, Any]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", sorted({*optimizer_names()} - {"asgd"}))
-def test_predicted_scratch_is_what_a_step_allocates(name: str, foreach: bool, dtype: torch.dtype) -> None:
+def test_predicted_temporary_bytes_match_step(name: str, foreach: bool, dtype: torch.dtype) -> None:
     net = model(dtype)
     optimizer = stepped(name, net)
     for group in optimizer.param_groups:
@@ -104,7 +104,7 @@ def test_predicted_scratch_is_what_a_step_allocates(name: str, foreach: bool, dt
         assert predicted == pytest.approx(max(in_c, meter.peak), abs=scalars)
 
 
-def test_scratch_of_came_is_capped() -> None:
+def test_scratch_of_came_is_bounded() -> None:
     tall, wide = ParameterSpec((50_000, 128)), ParameterSpec((100_000, 128))
     on_cpu, on_gpu = (predicted_temporary_bytes("came", [tall], foreach=gpu) for gpu in (False, True))
     small = 2048  # columns and scalars
@@ -117,14 +117,14 @@ def test_scratch_of_came_is_capped() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
 @pytest.mark.parametrize("momentum", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_scratch_of_came_stays_under_64_mib_at_llama_3_8b(momentum: str, rounding: str, gpu: bool) -> None:
+def test_scratch_of_came_is_under_64_mib_at_llama_3_8b(momentum: str, rounding: str, gpu: bool) -> None:
     shapes = [(2500, 4096), (400, 14336), (4096,)]  # many tiles each, so that more rows would only add their own sums
     specs = [ParameterSpec(shape, torch.bfloat16) for shape in shapes]
     options = {"momentum": momentum, "rounding": rounding, "debias": True}
     assert predicted_temporary_bytes("came", specs, foreach=gpu, **options) <= 64 * 2**20
 
 
-def test_scratch_on_a_gpu_counts_the_sums_of_all_parameters() -> None:
+def test_gpu_scratch_counts_partial_sums() -> None:
     """Partial sums of as many parameters per launch as fit into 48 MiB."""
     each = 4 * (4096 * 40 + 5000 * 128)  # tiles of 32 x 128
     at_once = 48 * 2**20 // each
@@ -136,7 +136,7 @@ def test_scratch_on_a_gpu_counts_the_sums_of_all_parameters() -> None:
     assert predicted_temporary_bytes("came", [ParameterSpec((200_000, 4096))], foreach=True) > 48 * 2**20
 
 
-def test_predicting_leaves_the_parameters_alone() -> None:
+def test_prediction_does_not_change_parameters() -> None:
     net = model()
     before = [param.detach().clone() for param in net.parameters()]
     predicted_state_bytes("adamw", param_groups(net))
@@ -144,8 +144,8 @@ def test_predicting_leaves_the_parameters_alone() -> None:
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
-def test_predicting_refuses_what_building_refuses() -> None:
-    with pytest.raises(UserError, match="no optimizer"):
+def test_prediction_refuses_unknown_options() -> None:
+    with pytest.raises(UserError, match="unknown optimizer"):
         predicted_state_bytes("adamww", param_groups(model()))
     with pytest.raises(UserError, match="not an option"):
         predicted_state_bytes("came", param_groups(model()), beta=1)
@@ -177,7 +177,7 @@ def shapes_and_dims(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     st.sampled_from(["auto", "last2"]),
     st.sampled_from([None, "matrix", "vector"]),
 )
-def test_came_state_bytes_is_exact_and_auto_never_exceeds_adam(
+def test_came_state_bytes_is_exact_and_below_adam(
     case: tuple[tuple[int, ...], Any], dtype: torch.dtype, factor: Any, role: str | None
 ) -> None:
     shape, dims = case
@@ -202,5 +202,7 @@ def test_came_state_bytes_is_exact_and_auto_never_exceeds_adam(
         ((4096, 4096), "auto", 4.004),
     ],
 )
-def test_convolutions_take_less_than_adam(shape: tuple[int, ...], factor: Any, bytes_per_parameter: float) -> None:
+def test_convolutions_need_less_state_than_adam(
+    shape: tuple[int, ...], factor: Any, bytes_per_parameter: float
+) -> None:
     assert came_state_bytes(shape, factor=factor) / prod(shape) == pytest.approx(bytes_per_parameter, rel=2e-3)

@@ -19,7 +19,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(40, 24), nn.Linear(24, 32), nn.LayerNorm(32), nn.Conv1d(32, 20, 3))
 
 
-def test_names_are_ours_and_those_of_torch() -> None:
+def test_names_include_ours_and_torch() -> None:
     names = optimizer_names()
     assert {"came", "muon", "adamw", "adafactor", "sgd", "nadam", "radam", "adamax", "rmsprop"} <= set(names)
     assert names == sorted(names)
@@ -27,7 +27,7 @@ def test_names_are_ours_and_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", optimizer_names())
-def test_every_optimizer_trains_and_keeps_the_tags(name: str) -> None:
+def test_every_optimizer_trains_and_keeps_group_keys(name: str) -> None:
     net = model()
     groups = param_groups(net, weight_decay=0.1)
     before = [param.detach().clone() for param in net.parameters()]
@@ -46,7 +46,7 @@ def test_every_optimizer_trains_and_keeps_the_tags(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", optimizer_names())
-def test_default_options_are_accepted_as_they_are(name: str) -> None:
+def test_default_options_are_accepted(name: str) -> None:
     options = optimizer_options(name)
     assert "lr" not in options
     assert "weight_decay" not in options
@@ -54,7 +54,7 @@ def test_default_options_are_accepted_as_they_are(name: str) -> None:
     assert check_options(name, options) == []
 
 
-def test_result_is_that_of_the_class() -> None:
+def test_built_optimizer_matches_class() -> None:
     a, b = model(), model()
     ours = build_optimizer("adamw", a.parameters(), lr=1e-2, weight_decay=0.2, betas=[0.8, 0.9], eps="1e-6")
     theirs = torch.optim.AdamW(b.parameters(), lr=1e-2, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
@@ -62,7 +62,7 @@ def test_result_is_that_of_the_class() -> None:
     assert ours.defaults == theirs.defaults
 
 
-def test_given_groups_are_not_changed() -> None:
+def test_build_does_not_change_groups() -> None:
     groups = param_groups(model(), weight_decay=0.1)
     kept = [dict(group) for group in groups]
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_given_groups_are_not_changed() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "path", "words"),
     [
-        ("adamww", {}, "name", ["no optimizer 'adamww'", "adafactor", "did you mean 'adamw'?"]),
+        ("adamww", {}, "name", ["unknown optimizer 'adamww'", "adafactor", "did you mean 'adamw'?"]),
         ("LBFGS", {}, "name", ["'LBFGS'", "closure"]),
         ("SparseAdam", {}, "name", ["sparse gradients only"]),
         ("adamw", {"beta": [0.9, 0.95]}, "beta", ["not an option of adamw", "eps", "did you mean 'betas'?"]),
@@ -96,7 +96,7 @@ def test_given_groups_are_not_changed() -> None:
     ],
     ids=str,
 )
-def test_faults_are_found_and_explained(name: str, options: dict[str, Any], path: str, words: list[str]) -> None:
+def test_bad_options_are_explained(name: str, options: dict[str, Any], path: str, words: list[str]) -> None:
     problems = check_options(name, options)
     assert [key for key, _ in problems] == [path]
     for word in words:
@@ -106,7 +106,7 @@ def test_faults_are_found_and_explained(name: str, options: dict[str, Any], path
     assert problems[0][1] in str(error.value)
 
 
-def test_all_faults_are_reported_at_once() -> None:
+def test_all_bad_options_are_reported() -> None:
     assert [key for key, _ in check_options("adamw", {"momentum": 0.9, "eps": "small", "amsgrad": True})] == [
         "momentum",
         "eps",
@@ -117,36 +117,36 @@ def test_all_faults_are_reported_at_once() -> None:
     ]
 
 
-def test_values_that_need_each_other_are_accepted_together() -> None:
+def test_dependent_options_are_accepted_together() -> None:
     assert check_options("sgd", {"momentum": 0.9, "nesterov": True}) == []
 
 
-def test_other_errors_of_the_class_become_user_errors() -> None:
+def test_class_errors_become_user_errors() -> None:
     with pytest.raises(UserError, match=r"Invalid learning rate: -1"):
         build_optimizer("adamw", param_groups(model()), lr=-1.0)
     with pytest.raises(UserError, match="lr must be a number at least 0; given -1"):
         build_optimizer("came", param_groups(model()), lr=-1.0)
 
 
-def test_muon_needs_tagged_groups_and_a_matrix() -> None:
+def test_muon_needs_roles_and_a_matrix() -> None:
     with pytest.raises(UserError, match="param_groups"):
         build_optimizer("muon", model().parameters(), lr=1e-3)
     with pytest.raises(UserError, match="no trainable matrix"):
         build_optimizer("muon", param_groups(nn.Embedding(4, 4)), lr=1e-3)
 
 
-def test_weight_decay_without_effect_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_weight_decay_without_effect_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build_optimizer("rprop", param_groups(model(), weight_decay=0.1), lr=1e-3, weight_decay=0.1)
         build_optimizer("rprop", param_groups(model()), lr=1e-3)
     assert [record.message for record in caplog.records] == ["Rprop has no weight decay: weight_decay has no effect"]
 
 
-def test_rounding_without_effect_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_rounding_without_effect_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build_optimizer("came", param_groups(model()), lr=1e-3, rounding="stochastic")
         build_optimizer("came", param_groups(model()), lr=1e-3)
         build_optimizer("came", param_groups(model().bfloat16()), lr=1e-3, rounding="stochastic")
     assert [record.message for record in caplog.records] == [
-        "rounding: stochastic has no effect, since it is of bf16 parameters and there are none"
+        "rounding: stochastic has no effect: it applies to bf16 parameters, and there are none"
     ]

@@ -191,7 +191,7 @@ def each_of(names: Iterable[str]) -> None:
 @pytest.mark.parametrize(
     ("world", "names"), [(2, tuple(CASES)), pytest.param(3, SOME, marks=pytest.mark.slow)], ids=["2", "3"]
 )
-def test_the_result_is_that_of_ordinary_steps(world: int, names: tuple[str, ...]) -> None:
+def test_release_matches_ordinary_steps(world: int, names: tuple[str, ...]) -> None:
     """With three ranks, shards are uneven; everything else is independent of the number of ranks."""
     run(world, each_of, names)
 
@@ -211,7 +211,7 @@ def all_ranks_take_part() -> None:
         optimizers[0].zero_grad()
         released(batch(step, rank), skip=(rank,)).backward()
     assert largest_error(released, whole) <= 2e-6
-    with pytest.raises(UserError, match="a module must be called once a pass"):
+    with pytest.raises(UserError, match="a module must be called once per pass"):
         released(batch(0, rank), order=(0, 1, 0)).backward()
 
 
@@ -287,9 +287,9 @@ def on_two_ranks() -> None:
     tensor_parallel_alone()
 
 
-def test_unused_and_plain_parameters_and_tensor_parallelism() -> None:
+def test_release_with_unused_plain_and_tensor_parallel_parameters() -> None:
     run(2, on_two_ranks)
 
 
-def test_replicas_of_shards_and_tensor_parallelism_within_shards() -> None:
+def test_release_with_hybrid_sharding_and_tensor_parallelism() -> None:
     run(4, on_two_mesh_dims)

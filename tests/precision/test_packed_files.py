@@ -263,7 +263,7 @@ def test_read_quantized_refuses_damaged_folders(tmp_path: Path) -> None:
 
     for changes, words in (
         ({"format": "int3"}, "take .* bytes"),
-        ({"format": "int"}, "a number format is"),
+        ({"format": "int"}, "a number format must be"),
         ({"matrix": [1 << 40, 1 << 20]}, "damaged|take .* bytes"),
         ({"shape": [3]}, "damaged"),
         ({"dtype": "nn"}, "float dtype of torch; given 'nn'"),

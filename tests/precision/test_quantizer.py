@@ -177,7 +177,7 @@ def test_block_formats_match_torchao() -> None:
         ({"format": "mxfp4_e2m1", "granularity": "channel"}, "mxfp4_e2m1 fixes granularity='group'"),
         ({"format": "int4", "group_size": True}, "given True"),
         ({"format": "int08"}, "did you mean"),
-        ({"format": "int\u0664"}, "a number format is one of"),
+        ({"format": "int\u0664"}, "a number format must be one of"),
         ({}, "the key 'format'"),
         (8, "given 8"),
     ],

@@ -45,7 +45,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def model_of(name: str) -> Any:
+def build_model(name: str) -> Any:
     torch.manual_seed(0)
     if name in FAMILIES:
         return made(name)
@@ -68,7 +68,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("everything", [False, True], ids=["default", "embeddings too"])
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_training_and_export_round_the_same_weights(name: str, everything: bool) -> None:
-    model = model_of(name)
+    model = build_model(name)
     given = inputs(model)
     filter_fn = (lambda *_: True) if everything else None
     whole = model(**given).logits
@@ -84,7 +84,7 @@ def test_training_and_export_round_the_same_weights(name: str, everything: bool)
 
 @pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba", "mobilebert"])
 def test_gptq_of_weights_that_models_read_directly(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(name)
+    model = build_model(name)
     before = {key: value.clone() for key, value in model.named_parameters()}
     sc.quantize_weights(model, "int4", method="gptq", calibration=[batch(8, model=model)["input_ids"]] * 2)
     methods = {key: weight.method for key, weight in quantized_weights(model).items()}

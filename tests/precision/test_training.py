@@ -672,7 +672,7 @@ def test_tt_model_trains_in_low_precision_with_came() -> None:
 def test_hardware_products_match_simulation(
     compute: Any, gradients_too: bool, per_token: bool, device: str, rows: tuple[int, ...]
 ) -> None:
-    """On a GPU, also with numbers of rows and sides that its instructions take only after padding."""
+    """On a GPU, rows and sides that need padding are covered too."""
     fmt = {"int8": "int8", "fp8": "fp8_e4m3"}[compute]
     of_gradients = {"int8": "int8", "fp8": "fp8_e5m2"}[compute] if gradients_too else None
     activations = {"format": fmt, "granularity": "token" if per_token else "tensor"}

@@ -19,7 +19,7 @@ from scantling.optim.registry import build_optimizer
 from scantling.tensor.rank_adapter import RankAdapter
 from scantling.tensor.schedules import SCHEDULES
 from scantling.trainer.recipe.schema import TensorSection
-from scantling.trainer.training.tensor import TensorMethod
+from scantling.trainer.training.tensor_training import TensorTraining
 from tests.tensor.test_importance import example, two_ways
 
 
@@ -274,8 +274,8 @@ def test_losses_of_skipped_steps_are_saved() -> None:
 def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
     """Ranks pruned before the checkpoint but not yet removed are visible only through the model's gates."""
 
-    def made() -> tuple[nn.Module, TensorMethod]:
-        model, method = two_ways(share=0.3), TensorMethod(section, steps=12)
+    def made() -> tuple[nn.Module, TensorTraining]:
+        model, method = two_ways(share=0.3), TensorTraining(section, steps=12)
         method.attach(model)
         return model, method
 
@@ -284,16 +284,16 @@ def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
     optimizer = by_name("sign")(model)
     changes = 0
     for step in range(1, 9):
-        method.before_step(step)
+        method.begin_step()
         x, wanted = example(step)
-        method.extra_loss(nn.functional.mse_loss(model(x), wanted), 1.0).backward()
+        method.add_penalty(nn.functional.mse_loss(model(x), wanted), 1.0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        method.after_step(step, optimizer, NoExchange())
+        method.end_step(step, optimizer, NoExchange())
         changes += "ranks" in method.metrics()
         again, resumed = made()
         resumed.load_state_dict(json.loads(json.dumps(method.state_dict())))
         again.load_state_dict(copy.deepcopy(model.state_dict()))
-        resumed.before_step(step + 1)
+        resumed.begin_step()
         assert "ranks" not in resumed.metrics(), step
     assert changes > 3

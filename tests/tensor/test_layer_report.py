@@ -15,7 +15,7 @@ from torch import nn
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor.report import LayerReport
-from scantling.trainer.training.export import export_hf
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import tiny_recipe
 from tests.texts import english_like
 

@@ -45,14 +45,14 @@ def _train(
     force: bool,
 ) -> int:
     from scantling.comm.ddp import allreduce_wire_bytes
-    from scantling.trainer.training.run import check_run, resolve
+    from scantling.trainer.training.run import check_run, load_run_recipe
     from scantling.trainer.training.run import train as run_training
 
     if dry_run:
         from scantling.trainer.planning.plan import plan as make_plan
 
         sink.phase("planning")
-        checked, folder = resolve(recipe, run_dir, resume=resume, settings=settings, overrides={})
+        checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides={})
         processes = world_size_from_env()
         planned = make_plan(checked, world_size=processes)
         sink.phase(None)
@@ -174,8 +174,8 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
     with busy(LOADING):
         from scantling.trainer.planning.fit import check_fit
         from scantling.trainer.planning.plan import plan as make_plan
-        from scantling.trainer.training.rundir import RunDir
-    processes, kind = RunDir(Path(recipe)).started_on() if Path(recipe).is_dir() else (1, "auto")
+        from scantling.trainer.training.run_dir import RunDir
+    processes, kind = RunDir(Path(recipe)).read_world() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
         made = make_plan(checked, world_size=world_size or processes, device=device or kind)
         fit = check_fit(checked, made)
@@ -208,14 +208,14 @@ def evaluate(
             metrics = evaluate_pairs(run, minimal_pairs, limit=limit, device=device)
         table = _pairs_table(run, metrics)
     elif lm_eval is not None:
-        from scantling.trainer.training.harness import evaluate_tasks
+        from scantling.trainer.training.lm_harness import evaluate_tasks
 
         names = [name.strip() for name in lm_eval.split(",") if name.strip()]
         metrics = evaluate_tasks(run, names, device=device)
         table = _tasks_table(run, metrics)
     else:
         with busy(LOADING):
-            from scantling.trainer.training.trained import evaluate_run
+            from scantling.trainer.training.trained_run import evaluate_run
         with busy("evaluating"):
             metrics = evaluate_run(run, device=device)
         table = Table(title=Text(f"{run}, held-out data"), show_header=False)
@@ -264,7 +264,7 @@ def _format_value(value: object) -> str:
 
 def export(run: Path, form: str, folder: Path, *, dense: bool = False) -> int:
     with busy(LOADING):
-        from scantling.trainer.training.export import export_hf
+        from scantling.trainer.training.trained_run import export_hf
 
     require_single_process("export")
     if form != "hf":
@@ -290,7 +290,7 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     """Report versions and hardware of all processes; under torchrun, also measure the network between them."""
     from scantling.distributed.context import init_distributed
     from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
-    from scantling.trainer.training.rundir import environment
+    from scantling.trainer.training.run_dir import environment
 
     with init_distributed(device, timeout_s=timeout) as context:
         machines = context.all_gather_object({**environment(), "interfaces": interfaces(), "settings": settings()})

@@ -17,6 +17,8 @@ from scantling.errors import EXIT_STOPPED, UserError
 from scantling.torchrun_env import require_single_process
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
+from scantling.trainer.planning.plan import planned_device
+from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.reporting.format import format_number, format_seconds
 from scantling.trainer.sweeping.grid import Case, axis_labels, expand_sweep, format_cell, select_cases
 from scantling.trainer.sweeping.runner import SweepCallback, SweepRunner
@@ -76,7 +78,10 @@ def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
 
     heavy = {id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=tokens))}
-    plans = [(silent_plan(case.recipe), case) for case in heavy.values()]
+    plans = [
+        (silent_plan(resolve_run(case.recipe, world_size=1, device=planned_device(case.recipe))), case)
+        for case in heavy.values()
+    ]
     planned, case = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
     return case.label, check_fit(case.recipe, planned)
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from scantling.errors import UserError, with_hint
 
-FEWEST_BITS, MOST_BITS = 2, 16
+MIN_BITS, MAX_BITS = 2, 16
 _ALIASES = {"bf16": "fp16_e8m7", "fp16": "fp16_e5m10"}
 _KNOWN = (
-    *(f"int{bits}" for bits in range(FEWEST_BITS, MOST_BITS + 1)),
+    *(f"int{bits}" for bits in range(MIN_BITS, MAX_BITS + 1)),
     *("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1"),
     *_ALIASES,
 )
@@ -79,8 +79,8 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        spelt = f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
-        return {full: short for short, full in _ALIASES.items()}.get(spelt, spelt)
+        name = f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
+        return {full: alias for alias, full in _ALIASES.items()}.get(name, name)
 
     @property
     def largest(self) -> float:
@@ -108,8 +108,9 @@ class FloatFormat:
 
         Uses shift functions, since the shift operators have no effect on a DTensor (PyTorch 2.13).
         """
-        whole, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
-        exponent = (torch.bitwise_right_shift(x.abs().view(whole), digits) - bias).clamp(1 - self._bias, bias)
+        integer, digits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
+        # below the smallest normal value, the spacing of subnormal values stays the same
+        exponent = (torch.bitwise_right_shift(x.abs().view(integer), digits) - bias).clamp(1 - self._bias, bias)
         return torch.bitwise_left_shift(exponent - self.mantissa + bias, digits).view(x.dtype)
 
 
@@ -126,19 +127,19 @@ def parse_format(name: str) -> Format:
         UserError: if the name is unknown, its bits do not add up, or it has more bits than supported.
     """
     if not isinstance(name, str):
-        raise UserError(f"a number format is a name such as 'int8' or 'fp8_e4m3'; given {name!r}")
+        raise UserError(f"a number format must be a name such as 'int8' or 'fp8_e4m3'; given {name!r}")
     if found := re.fullmatch(r"int([1-9][0-9]?)", name):
         bits = int(found[1])
-        if not FEWEST_BITS <= bits <= MOST_BITS:
-            raise UserError(f"integers have {FEWEST_BITS} to {MOST_BITS} bits; given {name!r}")
+        if not MIN_BITS <= bits <= MAX_BITS:
+            raise UserError(f"integer formats have {MIN_BITS} to {MAX_BITS} bits; given {name!r}")
         return IntFormat(bits)
     if found := re.fullmatch(r"fp([1-9][0-9]?)_e([1-9][0-9]?|0)m([1-9][0-9]?|0)", _ALIASES.get(name, name)):
         bits, exponent, mantissa = map(int, found.groups())
         if bits != 1 + exponent + mantissa:
             right = f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}"
-            raise UserError(f"a sign, exponent and mantissa make up the bits of a float: {right}; given {name!r}")
+            raise UserError(f"the bits of a float are a sign, exponent and mantissa, as in {right}; given {name!r}")
         if not (1 <= exponent <= 8 and mantissa <= 10):
-            raise UserError(f"floats have 1 to 8 bits of exponent and up to 10 of mantissa; given {name!r}")
+            raise UserError(f"float formats have 1 to 8 exponent and up to 10 mantissa bits; given {name!r}")
         return FloatFormat(exponent, mantissa)
-    text = f"a number format is one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
+    text = f"a number format must be one of int2 to int16, fp<bits>_e<x>m<y>, bf16 and fp16; given {name!r}"
     raise UserError(with_hint(text, name.lower(), _KNOWN))

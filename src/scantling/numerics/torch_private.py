@@ -185,7 +185,7 @@ def remove_load_state_dict_pre_hooks(module: nn.Module, function: Callable[..., 
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """Return the hooks before and after `load_state_dict`, which an override of that method has to call itself."""
+    """Return the hooks before and after `load_state_dict`, which an override of it must call."""
     before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     return list(before.values()), list(after.values())
 

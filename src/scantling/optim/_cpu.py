@@ -127,11 +127,11 @@ def _to_c(step: ParamStep) -> _CStep:
         hyper.maximize,
         0 if scale is None else scale.itemsize,
         step.param_idx,
-        *_numbers(hyper),
+        *_to_doubles(hyper),
     )
 
 
-def _numbers(hyper: HyperParams) -> tuple[float, ...]:
+def _to_doubles(hyper: HyperParams) -> tuple[float, ...]:
     moments = (hyper.beta1, hyper.beta2, hyper.beta3, hyper.eps1, hyper.eps2)
     return (float(hyper.lr), *moments, hyper.clip_threshold, hyper.weight_decay)
 

@@ -71,7 +71,7 @@ class _ShardedStep:
         step: the step of the part on this rank.
         stages: stages of the step.
         num_grads: 0-D, 1 if this rank has a gradient; once summed, the number of ranks with one.
-        backup: (tensor, copy) of what the first stage changes, if this rank has no gradient.
+        backup: (tensor, copy) of the tensors that the first stage changes, if this rank has no gradient.
     """
 
     step: ParamStep

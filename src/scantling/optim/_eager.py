@@ -186,7 +186,7 @@ class _FactoredStages:
         return whiten(tile_view(self._step.grad, tile), tile_view(self._a, tile), tile_view(self._b, tile))
 
     def _begin_means(self, row: Tensor, col: Tensor, beta: float, eps: float) -> None:
-        """Start an average with its old value on one rank of those that sum over it, and with 0 on the others."""
+        """Start an average with its old value on one rank of the group that sums it, and with 0 on the others."""
         rows, cols = self._view
         for average, summed in ((row, cols), (col, rows)):
             if self._step.plan.is_first_rank(summed):

@@ -101,7 +101,7 @@ from scantling.optim.state import (
     group_matrix_view,
     state_shapes,
 )
-from scantling.optimizer_state import load_keeping_dtypes, name_of
+from scantling.optimizer_state import load_keeping_dtypes, param_name
 
 
 class CAME(torch.optim.Optimizer):
@@ -114,7 +114,7 @@ class CAME(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or groups; groups of `scantling.param_groups(model)` also say which dims
             are rows.
-        lr: learning rate, a float or a 0-D tensor, of which each group has a copy: write into `group["lr"]`. Required
+        lr: learning rate, a float or a 0-D tensor, copied for each group: write into `group["lr"]`. Required
             unless every group has its own.
         betas: decay rates of the momentum, the factored second moment and the factored instability, each in [0, 1).
             With betas[0] = 0 there is no momentum and no confidence, D = u, and no state for either: for gradients that
@@ -225,7 +225,7 @@ class CAME(torch.optim.Optimizer):
                 if group["matrix_dims"] is not None:
                     group["matrix_dims"] = check_matrix_dims(group["matrix_dims"], param.ndim)
                 if param.requires_grad or param.dtype not in DTYPES:  # others are checked in their first step
-                    check_param(name_of(group, index), param, group)
+                    check_param(param_name(group, index), param, group)
         except UserError:
             self.param_groups.pop()
             raise
@@ -380,14 +380,14 @@ class CAME(torch.optim.Optimizer):
         cached = self._layouts.get(param)
         if cached is not None and cached.is_current(key, self.state[param]):
             return cached
-        state = {name: local_tensor(value) for name, value in self._state_of(group, param).items()}
+        state = {name: local_tensor(value) for name, value in self._ensure_state(group, param).items()}
         plan = cached.plan if cached is not None and cached.key == key else shard_plan(param)
         view = group_matrix_view(group, param.shape)
         self._layouts[param] = layout = ParamLayout.build(key, local_tensor(param), state, view, plan)
         return layout
 
-    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter; make it at the first step."""
+    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter; create it at the first step."""
         state: dict[str, Tensor] = self.state[param]
         shapes = state_shapes(group, param.shape, param.dtype)
         if not state:

@@ -1,8 +1,8 @@
-"""State of the authors' package, came-pytorch, to and from `CAME`, so that a run can change over between two steps.
+"""Conversion between the states of `CAME` and of the authors' package, came-pytorch, so that a run can switch.
 
-Their state has the momentum in full (`exp_avg`) and factors the last two dims of everything that has two or more. Where
-`CAME` factors the same dims, and keeps its momentum in fp32, nothing is lost in either direction. Where it factors
-others (convolutions, thin matrices) the second moment is written out in full and averaged over the other dims.
+came-pytorch keeps the momentum in fp32 (`exp_avg`) and factors the last two dims of every parameter that has two or
+more. If `CAME` factors the same dims and keeps its momentum in fp32, the conversion is exact in both directions. For
+other factors (convolutions, thin matrices) the second moment is expanded and averaged over the other dims.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SHARED_KEYS = ("lr", "betas", "eps", "clip_threshold", "weight_decay")
 def from_came_pytorch(
     state_dict: dict[str, Any], optimizer: CAME, parameters: Iterable[Tensor] | None = None
 ) -> dict[str, Any]:
-    """A state dict for `optimizer.load_state_dict` from one of came-pytorch.
+    """Return a state dict for `optimizer.load_state_dict` from a state dict of came-pytorch.
 
     Args:
-        state_dict: of `came_pytorch.CAME` over the same parameters in the same groups and order, unless `parameters`
-            says otherwise.
+        state_dict: state of `came_pytorch.CAME` over the same parameters in the same groups and order, unless
+            `parameters` is given.
         optimizer: decides momentum, rounding and factoring; it is not changed. Learning rate, betas, eps, clip
             threshold and weight decay come from the state dict.
-        parameters: those of the saved optimizer in its order, such as `model.parameters()`, for an optimizer with
-            other groups, such as those of `scantling.param_groups`; all options are then those of its own groups.
+        parameters: parameters of the saved optimizer in its order, such as `model.parameters()`, for an optimizer with
+            other groups, such as those of `scantling.param_groups`; it then keeps all options of its groups.
 
     Raises:
         UserError: the groups, or `parameters`, do not fit.
@@ -56,7 +56,7 @@ def from_came_pytorch(
     if not theirs or any(key not in group for group in theirs for key in _SHARED_KEYS):
         keys = sorted(theirs[0]) if theirs else sorted(state_dict)
         raise UserError(
-            f"this is no state of came-pytorch, whose groups have {', '.join(_SHARED_KEYS)}; given {', '.join(keys)}"
+            f"this is not a state of came-pytorch, whose groups have {', '.join(_SHARED_KEYS)}; given {', '.join(keys)}"
         )
     saved_keys = [key for group in theirs for key in group["params"]]
     if parameters is None:
@@ -64,8 +64,8 @@ def from_came_pytorch(
             sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
             raise UserError(
                 f"the saved groups hold {sizes[0]} parameters, those of this optimizer {sizes[1]}: build it over the "
-                "same groups in the same order, such as CAME(model.parameters(), lr), or give parameters= those of the "
-                "saved one in its order"
+                "same groups in the same order, such as CAME(model.parameters(), lr), or pass those of the "
+                "saved optimizer in its order as parameters="
             )
         parameters = optimizer.parameters()
         for saved_group, new_group in zip(theirs, ours, strict=True):
@@ -82,43 +82,43 @@ def from_came_pytorch(
             saved = state_dict["state"].get(key_of[id(param)])
             if saved:
                 _check(saved, param, f"parameter {key}")
-                result["state"][key] = _ours(saved, group, param)
+                result["state"][key] = _to_ours(saved, group, param)
     return result
 
 
 def to_came_pytorch(optimizer: CAME) -> dict[str, Any]:
-    """A state dict for `came_pytorch.CAME(params, lr).load_state_dict` over the same parameters and groups.
+    """Return a state dict for `came_pytorch.CAME(params, lr).load_state_dict` over the same parameters and groups.
 
-    Weights in 24 bits (`rounding="compensated"`) lose their lowest 8: the published package has no place for them. Nor
-    has it one for `debias`: averages are then given corrected, so that its next step is of the same size. Coming back
+    Weights in 24 bits (`rounding="compensated"`) lose their lowest 8 bits, which the published package does not keep.
+    It has no `debias` either: averages are returned corrected, so that its next step has the same size. Converting back
     to `debias` within the first 1 / (1 - b3) steps would correct them twice.
 
     Args:
-        optimizer: over the same parameters and groups.
+        optimizer: optimizer over the same parameters and groups.
 
     Returns:
-        The state dict, with statistics of its own: the optimizer may go on.
+        The state dict, which shares no memory with the optimizer.
 
     Raises:
         UserError: a group without confidence or momentum, which the published package always has, or with `maximize`.
     """
     if not all(momentum_and_confidence(group)[1] for group in optimizer.param_groups):
         raise UserError(
-            "came-pytorch always has its confidence; given confidence=False or betas[0]=0, whose state does not hold it"
+            "came-pytorch always has a confidence, which this state does not hold; given confidence=False or betas[0]=0"
         )
     if any(group["maximize"] for group in optimizer.param_groups):
-        raise UserError("came-pytorch descends alone; given maximize=True")
+        raise UserError("came-pytorch cannot maximize; given maximize=True")
     saved_groups = optimizer.state_dict()["param_groups"]
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             if optimizer.state.get(param):
-                state[key] = _theirs(optimizer.state[param], group, param)
+                state[key] = _to_theirs(optimizer.state[param], group, param)
     groups = [{key: group[key] for key in (*_SHARED_KEYS, "params")} for group in saved_groups]
     return {"state": state, "param_groups": groups}
 
 
-def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+def _to_ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     shape = tuple(param.shape)
     view, last_two = group_matrix_view(group, shape), matrix_view(shape, "last2")
     shapes = state_shapes(group, shape, param.dtype)
@@ -126,8 +126,8 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
     if last_two is None:
         state["exp_avg_sq"] = saved["exp_avg_sq"]
     else:
-        factors = {name: _as_ours(saved[key], name) for name, key in _THEIR_FACTORS.items()}
-        state |= factors if view == last_two else _refactored(factors, last_two, view)
+        factors = {name: _factor_to_ours(saved[key], name) for name, key in _THEIR_FACTORS.items()}
+        state |= factors if view == last_two else _refactor(factors, last_two, view)
     if "exp_avg" in shapes:
         state["exp_avg"] = saved["exp_avg"]
     elif "exp_avg_codes" in shapes and view is not None:
@@ -137,33 +137,33 @@ def _ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[s
     return {key: state[key].to(param.device, dtype) for key, (_, dtype) in shapes.items()}
 
 
-def _unbiased(own: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
-    """With `debias` the averages of a state corrected, as the step reads them."""
+def _debias(state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a state with its averages bias-corrected, as the step reads them; unchanged without `debias`."""
     if not group["debias"]:
-        return own
+        return state
     beta1, beta2, beta3 = group["betas"]
-    beta_of = {"exp_avg": beta1, **dict.fromkeys(("row", "col", "exp_avg_sq"), beta2)}
-    beta_of |= dict.fromkeys(("res_row", "res_col"), beta3)
+    beta_by_key = {"exp_avg": beta1, **dict.fromkeys(("row", "col", "exp_avg_sq"), beta2)}
+    beta_by_key |= dict.fromkeys(("res_row", "res_col"), beta3)
     return {
-        key: value / bias_correction(own["step"], beta_of[key], value.dtype) if key in beta_of else value
-        for key, value in own.items()
+        key: value / bias_correction(state["step"], beta_by_key[key], value.dtype) if key in beta_by_key else value
+        for key, value in state.items()
     }
 
 
-def _theirs(own: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _to_theirs(state: dict[str, Tensor], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     shape = tuple(param.shape)
     view, last_two = group_matrix_view(group, shape), matrix_view(shape, "last2")
-    momentum = full_momentum(own, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
-    own = _unbiased({**own, "exp_avg": momentum}, group)
-    state: dict[str, Any] = {"step": int(own["step"]), "RMS": 0, "exp_avg": own["exp_avg"]}
+    momentum = full_momentum(state, view, group["momentum"]).to(statistics_dtype(param.dtype), copy=True)
+    state = _debias({**state, "exp_avg": momentum}, group)
+    theirs: dict[str, Any] = {"step": int(state["step"]), "RMS": 0, "exp_avg": state["exp_avg"]}
     if last_two is None:
-        return {**state, "exp_avg_sq": own["exp_avg_sq"].clone()}
-    factors = own if view == last_two else _refactored(own, view, last_two)
-    return state | {key: _as_theirs(factors[name], name) for name, key in _THEIR_FACTORS.items()}
+        return {**theirs, "exp_avg_sq": state["exp_avg_sq"].clone()}
+    factors = state if view == last_two else _refactor(state, view, last_two)
+    return theirs | {key: _factor_to_theirs(factors[name], name) for name, key in _THEIR_FACTORS.items()}
 
 
-def _refactored(state: dict[str, Tensor], view: MatrixDims | None, target: MatrixDims | None) -> dict[str, Tensor]:
-    """Statistics of one factoring as those of another; None is a full second moment, which has no instability."""
+def _refactor(state: dict[str, Tensor], view: MatrixDims | None, target: MatrixDims | None) -> dict[str, Tensor]:
+    """Convert statistics from one factoring to another; None is a full second moment, which has no instability."""
     moment = second_moment(state, view)
     if target is None:
         return {"exp_avg_sq": moment}
@@ -175,11 +175,11 @@ def _refactored(state: dict[str, Tensor], view: MatrixDims | None, target: Matri
     return means | {"res_row": instability.mean(cols, keepdim=True), "res_col": instability.mean(rows, keepdim=True)}
 
 
-def _as_ours(factor: Tensor, name: str) -> Tensor:
+def _factor_to_ours(factor: Tensor, name: str) -> Tensor:
     return factor.unsqueeze(-1 if name.endswith("row") else -2)
 
 
-def _as_theirs(factor: Tensor, name: str) -> Tensor:
+def _factor_to_theirs(factor: Tensor, name: str) -> Tensor:
     return factor.squeeze(-1 if name.endswith("row") else -2).clone()
 
 
@@ -187,8 +187,11 @@ def _check(saved: dict[str, Any], param: Tensor, name: str) -> None:
     factors = ("exp_avg_sq",) if matrix_view(tuple(param.shape), "last2") is None else tuple(_THEIR_FACTORS.values())
     if missing := [key for key in ("step", "exp_avg", *factors) if key not in saved]:
         raise UserError(
-            f"the saved state of {name} is none of came-pytorch: it has no {', '.join(missing)}; given "
-            f"{', '.join(saved)}. A state of CAME goes to `load_state_dict` as it is"
+            f"the saved state of {name} is not one of came-pytorch: it has no {', '.join(missing)}; given "
+            f"{', '.join(saved)}. Pass a state of CAME to `load_state_dict` directly"
         )
     if tuple(saved["exp_avg"].shape) != tuple(param.shape):
-        raise UserError(f"the saved momentum of {name} is {tuple(saved['exp_avg'].shape)}, it is {tuple(param.shape)}")
+        raise UserError(
+            f"the saved momentum of {name} has the shape {tuple(saved['exp_avg'].shape)}, the parameter "
+            f"{tuple(param.shape)}"
+        )

@@ -15,7 +15,7 @@ from scantling.groups import Role
 from scantling.optim.codecs import MOMENTA, ROUNDINGS, block_rows
 from scantling.optim.sharding import check_grad_placement, check_placements, check_unsharded_rows
 from scantling.optim.state import DTYPES, FACTORS, group_matrix_view, momentum_and_confidence
-from scantling.optimizer_state import check_saved_keys, name_of
+from scantling.optimizer_state import check_saved_keys, param_name
 
 _ROLES = (None, *get_args(Role))
 
@@ -118,15 +118,15 @@ def check_grads(groups: Iterable[dict[str, Any]]) -> None:
                 continue
             if grad.shape != param.shape:
                 raise UserError(
-                    f"the gradient of {name_of(group, index)} has the shape {tuple(grad.shape)}, the parameter "
+                    f"the gradient of {param_name(group, index)} has the shape {tuple(grad.shape)}, the parameter "
                     f"{tuple(param.shape)}; set the gradient to None after changing the shape of a parameter"
                 )
             if grad.layout == torch.strided and not grad.is_complex():
-                check_grad_placement(name_of(group, index), param, grad)
+                check_grad_placement(param_name(group, index), param, grad)
                 continue
             kind = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
             raise UserError(
-                f"CAME needs dense real gradients; the gradient of {name_of(group, index)} is {kind}. "
+                f"CAME needs dense real gradients; the gradient of {param_name(group, index)} is {kind}. "
                 "Build the embedding with sparse=False, or give this parameter to another optimizer"
             )
 

@@ -1,6 +1,6 @@
 """Codecs of CAME's momentum and weights: fp32, bf16, int8 and int4 momentum, rounding of bf16 weights, and their noise.
 
-**Momentum.** A row of a parameter's matrix view is split into blocks, the last of which may be shorter; a block never
+**Momentum.** A row of a parameter's matrix view is split into blocks, the last one may be shorter; a block never
 reaches into the next row, so slicing, tiling or sharding rows never splits a block. Each block has one scale, its
 largest magnitude in fp16. With x = value / scale in [-1, 1]:
 

@@ -1,6 +1,6 @@
-"""Several optimizers as one: each steps its own groups, everybody else sees one list of groups and one state.
+"""Several optimizers behind the interface of one: each steps its groups; callers see one list of groups and one state.
 
-Needed where one algorithm cannot train every parameter, such as Muon, which takes matrices only.
+For algorithms that cannot train every parameter, such as Muon, which takes matrices only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from scantling.numerics.torch_private import load_state_dict_hooks
 class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers over different parameters behind the interface of one.
 
-    `param_groups` holds the very dicts of the members, so that a learning-rate schedule, a `GradScaler` or anything
-    else that writes into them reaches the members; `state` is one mapping that all members use.
+    `param_groups` holds the dicts of the members themselves, so that a learning-rate schedule or a `GradScaler` that
+    writes into them reaches the members; `state` is one mapping that all members use.
 
     Args:
-        members: optimizers that share no parameter. Their own `param_groups` and `state` stay theirs to use.
+        members: optimizers that share no parameter. They keep their `param_groups` and `state`.
         order: for each group of the combined list, the index of the member whose next group it is; by default all
             groups of the first member, then of the second, and so on.
 
     Raises:
-        UserError: no member, a parameter that two members hold, an order that does not name each group once.
+        UserError: no member, a parameter that two members hold, or an order that does not name each group once.
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer], *, order: Sequence[int] | None = None) -> None:
@@ -53,20 +53,20 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "members": self.members, "_order": self._order, "_built": True}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once built: which member should step the group is not known here.
+        """Raise a UserError: it is unknown which member should step the group.
 
         Raises:
             UserError: always, after construction.
         """
         if self._built:
-            raise UserError("a CombinedOptimizer takes no further groups; build it again with all parameters")
+            raise UserError("a CombinedOptimizer cannot add groups; build it again with all parameters")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every member. The closure, if any, is called once, before the first.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
         """
         loss = None
         if closure is not None:
@@ -77,7 +77,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned: each member loads its groups by its own rules.
+        """Load a result of `state_dict`: each member loads its groups by its own rules.
 
         Raises:
             UserError: another number of groups, or of parameters in a group, than this optimizer has.
@@ -89,7 +89,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         given, here = ([len(group["params"]) for group in side] for side in (groups, self.param_groups))
         if given != here:
-            raise UserError(f"the loaded groups hold {given} parameters, those of this optimizer {here}")
+            raise UserError(
+                f"the loaded groups hold {given} parameters, those of this optimizer {here}; build it over the same"
+            )
         for index, member in enumerate(self.members):
             own = [group for group, owner in zip(groups, self._order, strict=True) if owner == index]
             keys = {key for group in own for key in group["params"]}
@@ -104,7 +106,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return [next(remaining[index]) for index in self._order]
 
     def _share(self) -> None:
-        """Make the members' groups and states the ones that everybody sees."""
+        """Let the members and this optimizer use one state and one list of groups."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for member in self.members:
             state.update(member.state)

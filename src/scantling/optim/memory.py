@@ -1,7 +1,7 @@
-"""Bytes of an optimizer: the state it holds now, and the state and scratch a step will take, without taking it.
+"""Bytes of an optimizer: its state now, and predictions of the state and scratch of a step.
 
-Predictions run the optimizer's own step on meta tensors, which have shapes and no data, so that they cannot drift from
-what it does; only what cannot run there is counted by formula.
+Predictions run the optimizer's own step on meta tensors, which have shapes and no data, so that they cannot differ from
+the step; only optimizers that cannot run on meta tensors are counted by formula.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scantling.optim.sharding import local_tensor
 
 
 class ParameterSpec(NamedTuple):
-    """What the size of a parameter's state depends on."""
+    """Properties of a parameter that decide the size of its state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -35,15 +35,15 @@ class ParameterSpec(NamedTuple):
 
 Layout: TypeAlias = Iterable[dict[str, Any]] | Iterable[tuple[Any, ...]]
 
-# Where and how a step is computed; none of it changes what is kept, and on meta tensors some of it cannot run.
+# Options of the execution of a step. They do not change the state, and some cannot run on meta tensors.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
 _MOMENTUM = ("betas", "momentum")
-"""Keys of a group that decide whether there is a momentum."""
+"""Keys of a group that decide if there is a momentum."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes on this rank of the storages behind an optimizer's state, each counted once."""
+    """Return the bytes on this rank of the storages of an optimizer's state, each counted once."""
     storages = {}
     for state in optimizer.state.values():
         for value in state.values():
@@ -54,20 +54,20 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | None:
-    """Bytes that `state_bytes` will report once every parameter has been stepped.
+    """Return the bytes that `state_bytes` will report after every parameter has been stepped.
 
     Args:
-        name: of the optimizer, as for `build_optimizer`.
-        layout: groups from `scantling.param_groups` (on any device, the meta device too) or `ParameterSpec`s.
-        options: the optimizer's options.
+        name: name of the optimizer, as for `build_optimizer`.
+        layout: groups from `scantling.param_groups` (on any device, including meta) or `ParameterSpec`s.
+        options: options of the optimizer.
 
     Returns:
-        The bytes, or None where an optimizer's step cannot run on meta tensors, so that they are not known.
+        The bytes, or None if they are unknown because the optimizer's step cannot run on meta tensors.
 
     Raises:
-        UserError: no such optimizer or option.
+        UserError: an unknown optimizer or option.
     """
-    specs, optimizer = _on_meta(name, layout, options)
+    specs, optimizer = _build_on_meta(name, layout, options)
     if isinstance(optimizer, CAME):
         return optimizer.state_bytes()
     if name.lower() == "adafactor":
@@ -80,21 +80,21 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
 
 
 def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = False, **options: Any) -> int:
-    """Most bytes that one step will have allocated beside parameters, gradients and state, all freed again after it.
+    """Return the peak bytes that one step allocates in addition to parameters, gradients and state.
 
     Args:
         name, layout, options: as for `predicted_state_bytes`.
-        foreach: whether torch will step all parameters at once, as it does by itself on a GPU. CAME, Adafactor and the
-            matrices of Muon go one by one anyway; CAME takes larger tiles on a GPU.
+        foreach: True if torch will step all parameters at once, its default on a GPU. CAME, Adafactor and the matrices
+            of Muon step parameters one by one anyway; CAME uses larger tiles on a GPU.
 
     Returns:
-        The bytes. Where the step cannot run on meta tensors, an estimate: twice the largest parameter, with `foreach`
-        twice all of them.
+        The bytes. If the step cannot run on meta tensors, an estimate: twice the largest parameter, with `foreach`
+        twice all parameters.
 
     Raises:
-        UserError: no such optimizer or option.
+        UserError: an unknown optimizer or option.
     """
-    specs, optimizer = _on_meta(name, layout, options)
+    specs, optimizer = _build_on_meta(name, layout, options)
     if isinstance(optimizer, CAME):
         return _came_temporary_bytes(optimizer, DEVICE_TILE if foreach else CPU_TILE)
     if name.lower() == "adafactor":
@@ -113,10 +113,10 @@ def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = Fals
 
 
 class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that operations allocate and still hold; `peak` is the most there were at once.
+    """Meter of the bytes that operations allocate and still hold; `peak` is the largest total.
 
     Args:
-        optimizer: its parameters, gradients and state are not counted.
+        optimizer: optimizer whose parameters, gradients and state are not counted.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,8 +124,8 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         state = [value for entries in optimizer.state.values() for value in entries.values()]
-        self._known = {storage_key(t.untyped_storage()) for t in (*params, *grads, *state) if isinstance(t, Tensor)}
-        self._live: dict[int, int] = {}
+        self._excluded = {storage_key(t.untyped_storage()) for t in (*params, *grads, *state) if isinstance(t, Tensor)}
+        self._allocated: dict[int, int] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,10 +137,10 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
-        if key not in self._known and key not in self._live:
-            self._live[key] = storage.nbytes()
-            weakref.finalize(storage, self._live.pop, key, None)
-            self.peak = max(self.peak, sum(self._live.values()))
+        if key not in self._excluded and key not in self._allocated:
+            self._allocated[key] = storage.nbytes()
+            weakref.finalize(storage, self._allocated.pop, key, None)
+            self.peak = max(self.peak, sum(self._allocated.values()))
 
 
 def _came_temporary_bytes(optimizer: CAME, tile: int) -> int:
@@ -163,7 +163,7 @@ def _came_temporary_bytes(optimizer: CAME, tile: int) -> int:
 
 
 def _adafactor_state_bytes(spec: ParameterSpec) -> int:
-    """torch.optim.Adafactor: row and column variances of the last two dims, or a full one, and a step counter."""
+    """Return the bytes of torch.optim.Adafactor: row and column variances, or a full one, and a step counter."""
     numel = prod(spec.shape)
     if len(spec.shape) > 1:
         *batch, rows, cols = spec.shape
@@ -172,7 +172,7 @@ def _adafactor_state_bytes(spec: ParameterSpec) -> int:
 
 
 def _adafactor_scratch_bytes(spec: ParameterSpec) -> int:
-    """torch.optim.Adafactor: the update and the means of rows, columns and all; for a vector, g^2 and the update."""
+    """Return the scratch of torch.optim.Adafactor: the update and its means; for a vector, g^2 and the update."""
     numel = 2 * prod(spec.shape)
     if len(spec.shape) > 1:
         *batch, rows, cols = spec.shape
@@ -180,10 +180,13 @@ def _adafactor_scratch_bytes(spec: ParameterSpec) -> int:
     return spec.dtype.itemsize * numel
 
 
-def _on_meta(name: str, layout: Layout, options: dict[str, Any]) -> tuple[list[ParameterSpec], torch.optim.Optimizer]:
-    """The trainable parameters of a layout, and the optimizer over meta tensors like all, gradients in place."""
-    specs, groups = _read(layout)
-    kept = {key: value for key, value in options.items() if key not in _EXECUTION or key not in optimizer_options(name)}
+def _build_on_meta(
+    name: str, layout: Layout, options: dict[str, Any]
+) -> tuple[list[ParameterSpec], torch.optim.Optimizer]:
+    """Return the trainable parameters of a layout, and an optimizer over copies of all on meta, with gradients."""
+    specs, groups = _read_layout(layout)
+    defaults = optimizer_options(name)
+    kept = {key: value for key, value in options.items() if key not in _EXECUTION or key not in defaults}
     optimizer = build_unwarned(name, groups, lr=1e-3, **kept)
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -191,8 +194,8 @@ def _on_meta(name: str, layout: Layout, options: dict[str, Any]) -> tuple[list[P
     return specs, optimizer
 
 
-def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
-    """The trainable parameters of a layout, and groups of meta tensors like all: its own groups, or one a kind."""
+def _read_layout(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
+    """Return the trainable parameters of a layout, and groups of meta tensors like all: the same groups, or by kind."""
     specs: list[ParameterSpec] = []
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for index, item in enumerate(layout):
@@ -208,7 +211,7 @@ def _read(layout: Layout) -> tuple[list[ParameterSpec], list[dict[str, Any]]]:
             found, is_trained = [spec], [True]
             key = (spec.role, spec.matrix_dims, len(spec.shape))
             kept = {}
-            decay = 0.0 if spec.role == "vector" else 0.1  # some value: decay as torch's SGD does it takes scratch
+            decay = 0.0 if spec.role == "vector" else 0.1  # any value above 0: torch's SGD needs scratch for it
         specs += itertools.compress(found, is_trained)
         group = groups.setdefault(key, {"params": [], "role": found[0].role, "matrix_dims": found[0].matrix_dims})
         group |= {"weight_decay": decay, **kept}

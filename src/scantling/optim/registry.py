@@ -1,7 +1,7 @@
 """Optimizers by name: `came`, `sign`, `muon` and every class of torch.optim that steps on gradients alone.
 
-Options are checked before anything is built: `check_options` is what a recipe is validated with. torch is imported by
-the functions, not with the module.
+Options are checked before anything is built; recipes are validated with `check_options`. torch is imported by the
+functions, not with the module.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFUSED = {
-    "lbfgs": "it evaluates the loss several times a step, and needs a closure",
+    "lbfgs": "it evaluates the loss several times per step, and needs a closure",
     "sparseadam": "it takes sparse gradients only; adam and adamw take dense ones",
 }
 """Classes of torch.optim that cannot be used by name, with the reason."""
 
 FOR_MATRICES: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}, "sign": {}}
-"""Optimizers that step matrices alone, and the defaults of theirs that are others than those of their class."""
+"""Optimizers of matrices only, and their defaults that differ from those of their class."""
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8}
-"""The options of the AdamW beside them."""
+"""Options of the AdamW that steps the other parameters."""
 
 
 def optimizer_names() -> list[str]:
-    """All names that `build_optimizer` takes, sorted."""
+    """Return all names that `build_optimizer` accepts, sorted."""
     return sorted({"came", *FOR_MATRICES, *_torch_classes()} - REFUSED.keys())
 
 
 def optimizer_options(name: str) -> dict[str, Any]:
-    """The options of an optimizer and their defaults, without `lr` and `weight_decay`, which are given apart.
+    """Return the options of an optimizer and their defaults, without `lr` and `weight_decay`.
 
     Options of `muon`: `momentum`, `nesterov`, `ns_coefficients`, `ns_steps` and `adjust_lr_fn` are those of
     `torch.optim.Muon`, which steps the 2-D matrices; `betas` and `eps` are those of `torch.optim.AdamW`, which steps
     the rest. The learning rate is shared: `adjust_lr_fn` is by default "match_rms_adamw", so that one tuned for AdamW
-    fits. `sign` has `momentum`, and the same two of AdamW; its `lr` is what each number of a matrix moves by.
+    fits. `sign` has `momentum`, and the same two of AdamW; its `lr` is the distance that an element moves.
 
     Raises:
-        UserError: no such optimizer.
+        UserError: an unknown optimizer.
     """
     return {option: default for option, (default, _) in _specification(name).items()}
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Everything wrong with an optimizer's name and options.
+    """Return all problems of an optimizer's name and options.
 
     Args:
-        name: of the optimizer, in any case.
-        options: as read from a recipe: lists for tuples and numbers as text are understood.
+        name: name of the optimizer, in upper or lower case.
+        options: options as read from a recipe, with lists for tuples and numbers as text.
 
     Returns:
-        (key, problem) pairs; the key is "name" or that of an option. Empty where nothing is wrong.
+        (key, problem) pairs; the key is "name" or an option. Empty without problems.
     """
     try:
         specification = _specification(name)
@@ -93,18 +93,18 @@ def build_optimizer(
 
     Args:
         name: `came`, `muon` (Muon for 2-D matrices, AdamW for the rest, as one optimizer), `sign` (signSGD or Signum
-            for matrices, AdamW for the rest) or a class of torch.optim, in any case.
-        groups: from `scantling.param_groups`, or anything that torch.optim takes; `muon` and `sign` need the former.
-            The dicts are copied. All their keys, `role` and `matrix_dims` too, are in the `param_groups` of the result.
-        lr: learning rate of all groups that have none of their own.
-        weight_decay: of all groups that have none of their own. Decoupled or not as in the optimizer of that name.
-        options: the optimizer's own arguments, see `optimizer_options`.
+            for matrices, AdamW for the rest) or a class of torch.optim, in upper or lower case.
+        groups: groups of `scantling.param_groups`, or anything that torch.optim accepts; `muon` and `sign` need the
+            former. The dicts are copied with all their keys, including `role` and `matrix_dims`.
+        lr: learning rate of all groups without one.
+        weight_decay: weight decay of all groups without one; decoupled or not, as in the optimizer of this name.
+        options: arguments of the optimizer, see `optimizer_options`.
 
     Returns:
         The optimizer.
 
     Raises:
-        UserError: no such optimizer or option, or a value that the optimizer does not take.
+        UserError: an unknown optimizer or option, or a value that the optimizer does not accept.
     """
     groups = list(groups)
     optimizer = build_unwarned(name, groups, lr=lr, weight_decay=weight_decay, **options)
@@ -113,7 +113,7 @@ def build_optimizer(
         logger.warning("%s has no weight decay: weight_decay has no effect", type(optimizer).__name__)
     rounding = optimizer.defaults.get("rounding", "nearest")
     if rounding != "nearest" and not _has_bf16(optimizer):
-        logger.warning("rounding: %s has no effect, since it is of bf16 parameters and there are none", rounding)
+        logger.warning("rounding: %s has no effect: it applies to bf16 parameters, and there are none", rounding)
     return optimizer
 
 
@@ -126,7 +126,7 @@ def _has_bf16(optimizer: torch.optim.Optimizer) -> bool:
 def build_unwarned(
     name: str, groups: Iterable[Any], *, lr: float | torch.Tensor, weight_decay: float = 0.0, **options: Any
 ) -> torch.optim.Optimizer:
-    """`build_optimizer` without its warnings, for an optimizer that is only looked at."""
+    """Build an optimizer like `build_optimizer`, without its warnings."""
     problems = check_options(name, options)
     if problems:
         raise UserError(f"optimizer '{name}': " + "; ".join(f"{key}: {problem}" for key, problem in problems))
@@ -157,13 +157,13 @@ def _build_for_matrices(
     from scantling.optim.combined import CombinedOptimizer
 
     if not groups or not all(isinstance(group, dict) and group.get("role") for group in groups):
-        raise UserError(f"{name} needs groups that say which parameters are matrices: scantling.param_groups(model)")
+        raise UserError(f"{name} needs groups with roles; build them with scantling.param_groups(model)")
     options = {**FOR_MATRICES[name], **ADAMW_DEFAULTS, **options}
     adamw_options = {key: options.pop(key) for key in ADAMW_DEFAULTS}
     order = [0 if _is_matrix(group, two_dims=name == "muon") else 1 for group in groups]
     matrices, rest = ([group for group, index in zip(groups, order, strict=True) if index == side] for side in (0, 1))
     if not matrices:
-        cores = " (cores of layers of cores have more than two dims)" if name == "muon" else ""
+        cores = " (cores of TT layers have more than two dims)" if name == "muon" else ""
         raise UserError(f"{name}: there is no trainable matrix among the parameters{cores}; use adamw")
     members = [_class_for_matrices(name)(matrices, lr=lr, weight_decay=weight_decay, **options)]
     if rest:
@@ -183,7 +183,7 @@ def _class_for_matrices(name: str) -> OptimizerClass:
 
 
 def _specification(name: str) -> dict[str, tuple[Any, Any]]:
-    """(default, type) of each option of the optimizer of this name."""
+    """Return (default, type) of each option of the optimizer of this name."""
     key = name.lower()
     if key in REFUSED:
         raise UserError(f"the optimizer '{name}' cannot be used here: {REFUSED[key]}")
@@ -196,15 +196,15 @@ def _specification(name: str) -> dict[str, tuple[Any, Any]]:
     if key in _torch_classes():
         return signature_options(_torch_classes()[key])
     names = optimizer_names()
-    raise UserError(with_hint(f"no optimizer '{name}'; there are {', '.join(names)}", key, names))
+    raise UserError(with_hint(f"unknown optimizer '{name}'; allowed: {', '.join(names)}", key, names))
 
 
 def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the optimizer itself says to these values."""
+    """Return (key, error) for each value that the optimizer rejects."""
     problems = []
     remaining = dict(options)
-    while (problem := _refusal(name, remaining)) is not None:
-        culprit = next((key for key, value in remaining.items() if _refusal(name, {key: value}) == problem), None)
+    while (problem := _build_error(name, remaining)) is not None:
+        culprit = next((key for key, value in remaining.items() if _build_error(name, {key: value}) == problem), None)
         problems.append((culprit or "name", problem))
         if culprit is None:
             break
@@ -212,8 +212,8 @@ def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     return problems
 
 
-def _refusal(name: str, options: dict[str, Any]) -> str | None:
-    """Why the optimizer cannot be built with these options, tried on two small parameters; None if it can."""
+def _build_error(name: str, options: dict[str, Any]) -> str | None:
+    """Return the error of building the optimizer with these options over two small parameters; None without one."""
     import torch
 
     matrix = {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "role": "matrix", "matrix_dims": ((0,), (1,))}
@@ -232,7 +232,7 @@ def _came() -> OptimizerClass:
 
 
 def _torch_classes() -> dict[str, OptimizerClass]:
-    """The optimizer classes of torch.optim by lower-case name."""
+    """Return the optimizer classes of torch.optim by lower-case name."""
     import torch
 
     found = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
@@ -243,25 +243,25 @@ def _torch_classes() -> dict[str, OptimizerClass]:
 # --- options as a recipe gives them
 
 NOT_OPTIONS = ("self", "params", "lr", "weight_decay")
-"""Arguments that every optimizer is given apart from its options."""
+"""Arguments of an optimizer that are not options."""
 
 
 def signature_options(cls: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """(default, type) of every option in the signature of an optimizer class."""
+    """Return (default, type) of every option in the signature of an optimizer class."""
     hints = typing.get_type_hints(getattr(cls, "__init__"))  # noqa: B009
     parameters = inspect.signature(cls).parameters
     return {name: (p.default, hints.get(name, Any)) for name, p in parameters.items() if name not in NOT_OPTIONS}
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """A value as the type asks for it: lists become tuples, whole numbers floats, "1e-8" (a string in YAML 1.1) 1e-8.
+    """Convert a value to a type: lists to tuples, integers to floats, "1e-8" (a string in YAML 1.1) to 1e-8.
 
     Args:
-        value: as read from YAML or given in Python.
-        hint: the annotated type: plain types, unions, tuples of fixed length, literals.
+        value: a value from YAML or Python.
+        hint: the annotated type: a plain type, a union, a tuple of fixed length, a literal.
 
     Raises:
-        ValueError: the value is not of that type; the message says what is allowed.
+        ValueError: the value does not have the type; the message names the allowed values.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (isinstance(hint, type) and origin is None and type(value) is hint):
@@ -283,7 +283,7 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type in words: "a list of 2: each a number", "true or false", "a number or null"."""
+    """Return a type in words: "a list of 2: each a number", "true or false", "a number or null"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(arg) for arg in args if getattr(arg, "__name__", "") != "Tensor"))

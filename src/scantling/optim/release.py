@@ -1,14 +1,14 @@
-"""Stepping each parameter as soon as its gradient is there, and freeing the gradient, from within the backward pass.
+"""Gradient release: step each parameter in the backward pass and free its gradient.
 
-Only the gradients of the layer at hand are ever alive, instead of all of them. What that rules out is everything that
-looks at all gradients before the update: a global norm to clip by (CAME clips each parameter's update by its own RMS
-instead), a check of all gradients for NaN, a loss scale.
+Only the gradients of the current layer exist at a time, instead of all gradients. This rules out everything that reads
+all gradients before the update: clipping by a global norm (CAME clips each parameter's update by its own RMS instead),
+a check of all gradients for NaN, a loss scale.
 
-Under FSDP2 the parameters of one `fully_shard` call get their gradients together, when these have been
-reduce-scattered, one after the other on every rank alike. They are stepped together, so that a group takes at most
-three all-reduces and not each of its parameters: with the last of them, or, where some were not used in this pass, when
-the next group comes or the pass ends. FSDP2 itself hangs where ranks have gradients of different parameters, unless
-`set_reduce_scatter_unused_params` makes zeros of those that lack; so the ranks agree here without asking each other.
+Under FSDP2 the parameters of one `fully_shard` call get their gradients together, after their reduce-scatter, in the
+same order on every rank. They are stepped together, so that a group takes at most three all-reduces instead of three
+for each parameter: with the last of them or, if this pass did not use some of them, when the next group arrives or the
+pass ends. FSDP2 itself hangs if ranks have gradients of different parameters, unless `set_reduce_scatter_unused_params`
+makes zeros for the missing ones; so the ranks agree here without communication.
 
 PyTorch calls the hooks of FSDP2's parameters from `foreach_reduce`, on the stream of the reduction.
 """
@@ -40,23 +40,23 @@ from scantling.numerics.torch_private import (
 from scantling.optim.came import CAME
 
 _WRAPPED = (
-    "gradients cannot be released under {}, which averages them only after they are stepped; train the bare model on "
-    "one process, shard it with FSDP2's fully_shard, or do without release_gradients"
+    "gradients cannot be released under {}, which averages them after they are stepped and freed; train the bare model "
+    "on one process, shard it with FSDP2's fully_shard, or do not use release_gradients"
 )
 logger = logging.getLogger(__name__)
 
 _NO_PASS = -1
-"""What autograd calls no pass: a pipeline schedule has FSDP2 exchange gradients after the last of them."""
+"""Autograd's id outside of a backward pass: pipeline schedules make FSDP2 reduce gradients after the last pass."""
 
 
 class ReleaseHandle:
-    """Takes gradient release back: `remove()`, or leaving a `with` block."""
+    """Handle that ends gradient release: call `remove()`, or leave its `with` block."""
 
     def __init__(self, undo: list[Callable[[], Any]]) -> None:
         self._undo = undo
 
     def remove(self) -> None:
-        """From now on gradients stay until `optimizer.step()`; a second call does nothing."""
+        """Stop gradient release: gradients are kept until `optimizer.step()`. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -76,35 +76,35 @@ def release_gradients(
 ) -> ReleaseHandle:
     """Let `loss.backward()` step each parameter of `model` and free its gradient.
 
-    `optimizer.step()` may still be called (by a loop that does not know): it steps what was left, which is nothing but
-    after an accumulation that was broken off. A learning rate has to be set before the backward pass it is meant for.
+    A training loop may still call `optimizer.step()`: it steps the parameters that still have a gradient, which exist
+    only after an accumulation that was interrupted. Set a learning rate before the backward pass that should use it.
     Tied parameters are stepped once, with the sum of their gradients. `torch.nn.utils.clip_grad_norm_` and
     `clip_grads_with_norm_` to a finite norm raise a UserError: they come too late.
 
-    Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each group, that is
-    each call of `fully_shard`; with other sharded parameters (tensor parallelism) at most three for each parameter, of
-    which all ranks must then have a gradient.
+    Collectives: with parameters sharded by FSDP2 at most three all-reduces in the backward pass for each call of
+    `fully_shard`; with other sharded parameters (tensor parallelism) at most three for each parameter, and all ranks
+    must have a gradient of it.
 
     Args:
-        model: not wrapped in DistributedDataParallel or FullyShardedDataParallel: both read gradients later. FSDP2's
-            `fully_shard` comes before.
-        optimizer: over parameters of the model; others in it are left to `optimizer.step()`. Parameters that are
-            unfrozen later are stepped at the end of the backward pass, which keeps their gradients until then.
-        accumulation: backward passes whose gradients are summed before the step. With more than one the gradients
-            stay in between, and only the last pass frees them. Under FSDP2 passes without `set_requires_gradient_sync`
-            count too, and so do passes whose gradients `zero_grad()` throws away: after these call `optimizer.step()`,
-            which begins the count anew.
-        before_step: called with each parameter whose gradient is complete, before its step, such as to look at the
-            gradient.
+        model: a model that is not wrapped in DistributedDataParallel or FullyShardedDataParallel, which read gradients
+            later. Call FSDP2's `fully_shard` before.
+        optimizer: optimizer of parameters of the model; other parameters are left to `optimizer.step()`. Parameters
+            that are unfrozen later are stepped at the end of the backward pass and keep their gradients until then.
+        accumulation: number of backward passes whose gradients are summed before the step. With more than one, only the
+            last pass frees gradients. Under FSDP2 passes without `set_requires_gradient_sync` count too, and so do
+            passes whose gradients are removed by `zero_grad()`: call `optimizer.step()` after these, which restarts the
+            count.
+        before_step: called with each parameter before its step, when its gradient is complete, for example to inspect
+            the gradient.
 
     Returns:
         A handle with `remove()`.
 
     Raises:
-        UserError: another optimizer than CAME, a wrapped model, no common parameter, a parameter that is released
-            already, or an accumulation below 1. From the forward pass: one within DistributedDataParallel. From the
-            backward pass: a gradient that CAME cannot use, one that comes twice in a pass, and checkpoints with
-            `use_reentrant=True`, which are backward passes of their own.
+        UserError: an optimizer other than CAME, a wrapped model, no common parameter, a parameter that is already
+            released, or an accumulation below 1. In the forward pass: DistributedDataParallel around the model. In the
+            backward pass: a gradient that CAME cannot use, two gradients of a parameter in one pass, or checkpoints
+            with `use_reentrant=True`, which run nested backward passes.
 
     Example:
         >>> handle = sc.optim.release_gradients(model, optimizer)
@@ -122,28 +122,28 @@ def release_gradients(
     common = [param for param in model.parameters() if id(param) in known]
     params = [param for param in common if param.requires_grad]
     if not params:
-        raise UserError("the optimizer has no parameter of this model")
+        raise UserError("the optimizer has no trainable parameter of this model; build it over model.parameters()")
     if any(post_accumulate_hooks(param) for param in params):
-        raise UserError("a parameter has a post-accumulate hook already; remove the earlier handle first")
+        raise UserError("a parameter already has a post-accumulate hook; remove the earlier handle first")
     groups = _fsdp_groups(model, params)
-    passes = _Passes(optimizer, common, groups, accumulation, before_step)
+    passes = _ReleasePasses(optimizer, common, groups, accumulation, before_step)
     ids = {id(param) for param in params}
     optimizer.released |= ids
-    _CLIP_GUARD.enter()
-    undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids), _CLIP_GUARD.leave]
+    _CLIP_GUARD.acquire()
+    undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids), _CLIP_GUARD.release]
     undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
-    undo += [param.register_post_accumulate_grad_hook(passes.arrived).remove for param in params]  # type: ignore[no-untyped-call]
-    undo.append(optimizer.register_step_post_hook(lambda *_: passes.forget()).remove)
+    undo += [param.register_post_accumulate_grad_hook(passes.on_gradient).remove for param in params]  # type: ignore[no-untyped-call]
+    undo.append(optimizer.register_step_post_hook(lambda *_: passes.on_optimizer_step()).remove)
     if groups and accumulation > 1:
-        undo.append(model.register_forward_hook(passes.announce).remove)
+        undo.append(model.register_forward_hook(passes.count_output).remove)
     return ReleaseHandle(undo)
 
 
-class _Passes:
-    """Steps parameters when their gradients arrive in the last backward pass of an accumulation.
+class _ReleasePasses:
+    """Backward passes of one accumulation; the last one steps parameters when their gradients are complete.
 
     Args:
-        groups: those of parameters that get their gradients together, by the ids of the parameters.
+        groups: by parameter id, the FSDP2 group of the parameter, whose gradients are complete together.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class _Passes:
     ) -> None:
         self._optimizer, self._params, self._groups = optimizer, params, groups
         self._accumulation, self._before_step = accumulation, before_step
-        self._number = 0  # of the pass in the accumulation, from 0
-        self._task: int | None = None  # autograd's name for the pass that goes on
-        self._waiting: list[Tensor] = []  # of one group, for the rest of it
+        self._number = 0  # index of the pass in the accumulation
+        self._task: int | None = None  # autograd's id of the current pass
+        self._waiting: list[Tensor] = []  # parameters of one group that wait for the others
         self._stepped: set[int] = set()
         self._taken: Counter[int] = Counter()  # steps of each parameter since the last `optimizer.step()`
-        self._is_in_loop = False  # one that calls it
+        self._is_in_loop = False  # True if the training loop calls `optimizer.step()`
 
-    def arrived(self, param: Tensor) -> None:
-        """The gradient of a parameter is there."""
+    def on_gradient(self, param: Tensor) -> None:
+        """Step a parameter whose gradient is complete, or wait for the rest of its FSDP2 group."""
         self._begin()
         if self._number + 1 < self._accumulation:
             return
@@ -178,14 +178,14 @@ class _Passes:
         else:
             self._step([param])
 
-    def announce(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Count the backward pass from this output too if it leaves no gradient, as FSDP2's without exchange do not."""
+    def count_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count the backward pass from this output even if it leaves no gradient, as FSDP2 without gradient sync."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
 
-    def forget(self) -> None:
-        """`optimizer.step()` has used all gradients."""
+    def on_optimizer_step(self) -> None:
+        """Restart the accumulation: `optimizer.step()` has used all gradients."""
         self._number = 0
         self._waiting = []
         most = max(self._taken.values(), default=0)
@@ -200,7 +200,7 @@ class _Passes:
         self._is_in_loop = True
 
     def _begin(self) -> None:
-        """Note which pass goes on, and ask to be called at its end."""
+        """Start a new pass if autograd has, and register `_end` for its end."""
         task = current_backward_id()
         if task == self._task:
             return
@@ -218,7 +218,7 @@ class _Passes:
         if self._number == self._accumulation:
             self._number = 0
             left = [param for param in self._params if param.requires_grad and param.grad is not None]
-            if left:  # of earlier passes, or of parameters that were frozen when gradients began to be released
+            if left:  # gradients of earlier passes, or of parameters that were frozen when the handle was made
                 self._step(left)
 
     def _step(self, params: list[Tensor]) -> None:
@@ -227,9 +227,9 @@ class _Passes:
         again = [param for param in params if id(param) in self._stepped and self._task != _NO_PASS]
         if again:
             raise UserError(
-                f"a parameter of shape {tuple(again[0].shape)} got a gradient in a backward pass that had stepped it "
-                "already: under FSDP2's set_reduce_scatter_unused_params a module must be called once a pass. Do "
-                "without release_gradients, or without that setting"
+                f"a parameter of shape {tuple(again[0].shape)} got a second gradient in a backward pass that already "
+                "stepped it: under FSDP2's set_reduce_scatter_unused_params a module must be called once per pass. Do "
+                "not use release_gradients, or turn that setting off"
             )
         self._stepped.update(id(param) for param in params)
         self._taken.update(id(param) for param in params)
@@ -242,24 +242,24 @@ class _Passes:
 
 
 def _refuse_ddp(*_: Any) -> None:
-    """Raise a UserError in a forward pass of DistributedDataParallel, which this model was put into, or taken from."""
+    """Raise a UserError in a forward pass inside DistributedDataParallel."""
     active = active_ddp_module()
     if active is not None:
         raise UserError(_WRAPPED.format("DistributedDataParallel"))
 
 
 class _ClipGuard:
-    """Lets clips refuse released parameters while there is a handle: they would clip nothing and not say so.
+    """Guard that makes gradient clipping refuse released parameters, which it would silently not clip.
 
-    What is wrapped is the half of `clip_grad_norm_` that takes parameters, which it looks up in its module whichever
-    way a loop came by it, and the public name of that half; in a version of torch without it nothing is wrapped.
+    It wraps `clip_grads_with_norm_`, also under the name by which `clip_grad_norm_` calls it, so that every way to
+    import these functions is covered. It wraps nothing in a version of torch without them.
     """
 
     def __init__(self) -> None:
         self._handles = 0
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         self._handles += 1
         if self._handles > 1:
             return
@@ -267,9 +267,9 @@ class _ClipGuard:
             if hasattr(module, name):
                 clip = getattr(module, name)
                 self._replaced.append((module, name, clip))
-                setattr(module, name, _guarded(clip))
+                setattr(module, name, _refuse_released(clip))
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self._handles -= 1
         while self._replaced and not self._handles:
             setattr(*self._replaced.pop())
@@ -278,16 +278,16 @@ class _ClipGuard:
 _CLIP_GUARD = _ClipGuard()
 
 
-def _guarded(clip: Callable[..., None]) -> Callable[..., None]:
+def _refuse_released(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def guarded(parameters: Iterable[Tensor] | Tensor, max_norm: float, *args: Any, **options: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         released = next((param for param in parameters if _is_released(param)), None)
         if released is not None and math.isfinite(max_norm):
             raise UserError(
-                f"a clip of gradients to {max_norm:g} comes after release_gradients has stepped a parameter of shape "
-                f"{tuple(released.shape)} and freed its gradient. Leave it out (max_grad_norm=0 in TrainingArguments), "
-                "since CAME clips the update of each parameter by itself; or do without release_gradients"
+                f"cannot clip gradients to {max_norm:g}: release_gradients has already stepped a parameter of shape "
+                f"{tuple(released.shape)} and freed its gradient. Turn clipping off (max_grad_norm=0 in "
+                "TrainingArguments), since CAME clips the update of each parameter; or do not use release_gradients"
             )
         clip(parameters, max_norm, *args, **options)
 
@@ -295,27 +295,26 @@ def _guarded(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_released(param: Tensor) -> bool:
-    return any(isinstance(getattr(hook, "__self__", None), _Passes) for hook in post_accumulate_hooks(param))
+    return any(isinstance(getattr(hook, "__self__", None), _ReleasePasses) for hook in post_accumulate_hooks(param))
 
 
 def _refuse_reentrant() -> None:
-    """Raise a UserError inside a checkpoint whose segment is a backward pass of its own, with a part of the gradients.
+    """Raise a UserError inside a reentrant checkpoint, which runs a nested backward pass with partial gradients.
 
-    Nothing says so but the stack; it is walked once a pass.
+    Only the Python stack shows it; it is walked once per pass.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
             raise UserError(
-                "gradients cannot be released under checkpoints with use_reentrant=True, which hand them over in "
-                "parts; give torch.utils.checkpoint, or gradient_checkpointing_kwargs of transformers, "
-                "use_reentrant=False"
+                "gradients cannot be released under checkpoints with use_reentrant=True, which compute them in parts; "
+                "use use_reentrant=False in torch.utils.checkpoint, or in gradient_checkpointing_kwargs of transformers"
             )
         frame = frame.f_back
 
 
 def _fsdp_groups(model: nn.Module, params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """For the id of each parameter that FSDP2 manages, all those that one `fully_shard` manages on one mesh."""
+    """Return, by id of each FSDP2 parameter, the parameters of the same `fully_shard` call on the same mesh."""
     left = {id(param): param for param in params if hasattr(param, "device_mesh")}
     if not left:
         return {}

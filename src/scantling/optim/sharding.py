@@ -63,7 +63,7 @@ class ShardPlan:
         return tuple(each.group for each in self.sharded_dims if each.dim in summed)
 
     def is_first_rank(self, dims: Iterable[int]) -> bool:
-        """True if this rank, of those that sum along `dims`, contributes the value that all of them hold."""
+        """True if this rank is the first of every group that sums along `dims`."""
         summed = set(dims)
         return all(each.is_first_rank for each in self.sharded_dims if each.dim in summed)
 

@@ -1,9 +1,9 @@
-"""Sign descent: every number moves by the learning rate, in the direction of its momentum's sign.
+"""Sign descent: every element moves by the learning rate, in the direction of its momentum's sign.
 
     m  <-  momentum m + (1 - momentum) g,    p  <-  p (1 - lr weight_decay) - lr sign(m)
 
-Bernstein et al., signSGD and Signum, arXiv 1802.04434. Without momentum it keeps no state: the update for gradients
-that are a momentum already, as those of `scantling.MomentumExchange`; the two together are DeMo (arXiv 2411.19870).
+Bernstein et al., signSGD and Signum, arXiv 1802.04434. Without momentum it keeps no state: for gradients that already
+are a momentum, such as those of `scantling.MomentumExchange`; the two together are DeMo (arXiv 2411.19870).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Sign(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups.
-        lr: how far each number moves.
-        momentum: share of the momentum that stays each step, from 0 to below 1.
+        lr: distance that each element moves.
+        momentum: decay rate of the momentum, from 0 to below 1.
         weight_decay: decoupled, scaled by the current lr.
 
     Raises:
@@ -47,13 +47,13 @@ class Sign(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with the gradients that are there.
+        """Take one step; a parameter without a gradient is not changed.
 
         Args:
             closure: computes the loss again; called with gradients enabled.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
         """
         loss = None
         if closure is not None:
@@ -63,12 +63,12 @@ class Sign(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                moved = param.grad
+                momentum_or_grad = param.grad
                 if group["momentum"]:
                     state = self.state[param]
                     if "momentum" not in state:
                         state["momentum"] = torch.zeros_like(param)
-                    moved = state["momentum"].lerp_(param.grad, 1.0 - group["momentum"])
+                    momentum_or_grad = state["momentum"].lerp_(param.grad, 1.0 - group["momentum"])
                 param.mul_(1.0 - group["lr"] * group["weight_decay"])
-                param.sub_(moved.sign() * group["lr"])
+                param.sub_(momentum_or_grad.sign() * group["lr"])
         return loss

@@ -37,7 +37,7 @@ def slice_tensors(
     momentum: Momentum,
     shapes: Shapes,
 ) -> dict[str, Tensor]:
-    """Return the state of a parameter of which only the indices `index` of `dim` are kept.
+    """Return the state of a parameter sliced to the indices `index` of `dim`.
 
     Args:
         state: state tensors; not changed.

@@ -1,6 +1,6 @@
 """Equations of CAME as pure stage functions on plain tensors, in place.
 
-Paper: Luo et al., arXiv 2307.02047, Algorithm 2; the equation numbers are those at the top of `came.py`. Each function
+Paper: Luo et al., arXiv 2307.02047, Algorithm 2; the equations are numbered as at the top of `came.py`. Each function
 works on one tile of a parameter and changes its arguments; `_eager.py` calls them in order, and the C and Triton steps
 compute the same. In shape comments (R, C) are the dims of the parameter, (R, 1) the same dims with size 1 along column
 dims, (1, C) with size 1 along row dims.

@@ -249,7 +249,7 @@ class ParamLayout:
     """Everything about one parameter that stays from step to step; the optimizer caches it.
 
     Attributes:
-        key: what the rest depends on; the optimizer makes a new layout when it changes.
+        key: shape, dtype, placements and options; the optimizer makes a new layout when one of them changes.
         param: any float dtype; for a sharded parameter the part on this rank, as in `state`.
         state: state tensors of `param`.
         view: (row dims, column dims), or None for a full second moment.
@@ -323,7 +323,7 @@ class ParamStep:
     """One parameter in one step.
 
     Attributes:
-        layout: the parameter, its state and what is cached of them.
+        layout: the parameter, its state and their cached description.
         grad: gradient of `layout.param`; zeros if this rank has none.
         hyper: hyper-parameters of its group.
         param_idx: index of the parameter in the optimizer.

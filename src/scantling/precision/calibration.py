@@ -94,6 +94,7 @@ class Calibration:
 
         Weights that see no input are left out.
         """
+        # of layers with the same input, only the first adds it up
         leading = {self._leaders[id(module)] for matrix in block for module in matrix.modules}
         sums: dict[int, Tensor] = {}
         counts: Counter[int] = Counter()

@@ -61,9 +61,10 @@ def gptq(
     """
     start = quantizer.encode(weight)
     columns = weight.shape[1]
+    # Work on the transpose, so that a column of the weight is a contiguous row.
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
-    turned = weight.detach().t().to(start.codes.dtype)
-    todo = turned.clone(memory_format=torch.contiguous_format) if order is None else turned[order]  # (in, out)
+    transposed = weight.detach().t().to(start.codes.dtype)  # (in, out)
+    todo = transposed.clone(memory_format=torch.contiguous_format) if order is None else transposed[order]
     factor = inverse_factor(hessian if order is None else hessian[order][:, order], damping).to(todo.dtype)
     size = quantizer.group_size if quantizer.granularity == "group" and quantizer.group_size else columns
     scales = start.scale.reshape(len(start.scale), -1).clone()  # (out or 1, groups)
@@ -79,15 +80,17 @@ def gptq(
         for i in range(begin, end):
             if fresh and i % size == 0:
                 scales[:, i // size] = quantizer.encode(todo[i : i + size].t()).scale.flatten()
-            scale = scales[:, group_of[i]]
+            scale = scales[:, group_of[i]]  # (out or 1)
             codes[i] = quantizer.format.round(todo[i] / scale)
-            errors[i - begin] = (todo[i] - codes[i] * scale) / factor[i, i]
+            errors[i - begin] = (todo[i] - codes[i] * scale) / factor[i, i]  # e_i = (w_i - q_i) / U_ii
+            # W[:, i+1:] -= e_i U[i, i+1:], within the block
             todo[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - begin], alpha=-1.0)
+        # the same update of all columns after the block, as one product
         todo[end:].addmm_(factor[begin:end, end:].t(), errors, alpha=-1.0)
-    whole = codes.t().contiguous() if order is None else codes[order.argsort()].t().contiguous()
+    ordered = (codes if order is None else codes[order.argsort()]).t().contiguous()  # (out, in)
     if start.codes.ndim == 3:
-        whole = split_blocks(whole, size)
-    return Encoded(whole, scales.view_as(start.scale), start.shape)
+        ordered = split_blocks(ordered, size)
+    return Encoded(ordered, scales.view_as(start.scale), start.shape)
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
@@ -117,7 +120,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Return the RMS error of the outputs, relative to their RMS; weights (out, in), Hessian (in, in)."""
-    wide = hessian.to(torch.promote_types(weight.dtype, torch.float32))
-    weight, lost = weight.to(wide.dtype), quantized.to(wide.dtype) - weight.to(wide.dtype)
-    made, whole = (((each @ wide) * each).sum(dtype=torch.float64).clamp(0.0) for each in (lost, weight))
-    return float((made / whole).sqrt()) if bool(whole > 0.0) else 0.0
+    hessian = hessian.to(torch.promote_types(weight.dtype, torch.float32))
+    weight, error = weight.to(hessian.dtype), quantized.to(hessian.dtype) - weight.to(hessian.dtype)
+    # tr(E H E^T) and tr(W H W^T): mean squares of the output error and of the output
+    square_error, square = (((each @ hessian) * each).sum(dtype=torch.float64).clamp(0.0) for each in (error, weight))
+    return float((square_error / square).sqrt()) if bool(square > 0.0) else 0.0

@@ -255,7 +255,7 @@ def quantized_class(plain: type) -> type:
         mixin: type = QuantizedConv1D if is_conv1d(plain) else RoundedConv1DSubclass
     else:
         base = next(each for each in _CLASSES if issubclass(plain, each))
-        # a subclass that inherits its forward pass computes what the base class computes
+        # a subclass that inherits its forward pass computes the same as the base class
         mixin = _CLASSES[base] if plain.forward is base.forward else RoundedSubclass  # type: ignore[attr-defined]
     return type(f"Quantized{plain.__name__}", (mixin, plain), {"plain": plain})
 

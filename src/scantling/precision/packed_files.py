@@ -127,7 +127,8 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
                     pack(name, tensor, weight)
                 else:
                     unpacked[name] = tensor
-    for weight in weights.values():  # transformers renames some parameters in files
+    # transformers renames some parameters in files; these are found by their values
+    for weight in weights.values():
         if id(weight) not in done:
             matching = (name for name, tensor in unpacked.items() if _matches(tensor, weight))
             if name := next(matching, None):  # equal tensors each get their own weight

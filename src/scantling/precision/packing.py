@@ -84,6 +84,7 @@ class PackedMatrix:
         """
         format = parse_format(self.format)
         rows, columns = self.shape
+        # the parts may come from a damaged file: check shapes before allocating
         groups = None if self.group_size is None else -(-columns // self.group_size)
         allowed = [(1, 1), (rows, 1)] if groups is None else [(rows, groups, 1)]
         if tuple(self.scale.shape) not in allowed or not self.scale.is_floating_point():

@@ -73,8 +73,8 @@ class Quantizer:
     Args:
         format: number format.
         granularity: part of a tensor that shares a scale: the whole `tensor`; a `channel`, all values with one index
-            of an axis; a `token`, one vector along the last dim; a `group` of neighbors along the last dim, of which
-            the last may be shorter.
+            of an axis; a `token`, one vector along the last dim; a `group` of neighbors along the last dim, the last
+            of them possibly shorter.
         group_size: size of a group, for granularity `group` only.
         rounding: `nearest` rounds to the nearest value. `stochastic` rounds up or down at random so that the mean is
             preserved; it draws from the global generator.
@@ -198,9 +198,9 @@ class Quantizer:
         Raises:
             UserError: if x has no such axis.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        blocks, shared = self._blocks(wide, axis)
-        scale = self._scale(blocks, shared)
+        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        blocks, shared = self._blocks(x_wide, axis)  # x, or (..., groups, group) for granularity `group`
+        scale = self._scale(blocks, shared)  # broadcasts over blocks
         scaled = blocks / scale
         noise = torch.rand_like(scaled) if self.rounding == "stochastic" else None
         return Encoded(self.format.round(scaled, noise), scale, x.shape)

@@ -110,7 +110,6 @@ def quantize_training(
     Example:
         >>> model = sc.quantize_training(model, weights="int8", activations="int8", kv_cache="int8")
     """
-
     check_module(model, "quantize_training")
 
     def quantizer(given: FormatSpec | None, granularity: Granularity = "token") -> Quantizer | None:
@@ -128,32 +127,19 @@ def quantize_training(
         raise UserError("quantize_training: give a format for weights, activations, kv_cache, queries or gradients")
     if has_quantized_attention(model) or any(_is_quantized_layer(module) for module in model.modules()):
         raise UserError("quantize_training: the model is already quantized; call scantling.precision.restore first")
+    # all checks come first, so that an error leaves the model unchanged
     if formats.hardware is not None:
         _check_products(model, formats, formats.hardware)
-    chosen = (
-        _layers_to_quantize(model, filter_fn, with_embeddings=formats.weights is not None) if has_layer_formats else {}
-    )
-    if has_layer_formats and not chosen:
-        raise UserError(_no_layers_message(model, filter_fn))
+    layers = _layers_to_quantize(model, filter_fn, formats) if has_layer_formats else {}
     if not any(parameter.is_meta for parameter in model.parameters()):  # skip for planning on the meta device
         _warn_of_mixed_tokens({"activations": formats.activations, "kv_cache": attention[0], "queries": attention[1]})
     if attention != (None, None):
         quantize_attention(model, *attention)
-    for module in chosen.values():
-        _quantize(module, formats)
-    custom = sorted({type(each).plain.__name__ for each in chosen.values() if isinstance(each, RoundedSubclass)})
-    if formats.hardware is not None and custom:
-        logger.warning("quantize_training: products of %s are simulated, since their forward pass is custom", custom)
-    if formats.weights is not None and chosen:
-        for module in sharing_layers(model, chosen.values()):
-            _quantize(module, LayerFormats(weights=formats.weights))
-        _set_forward_hooks(model)
-    for module in model.modules():
-        if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized_layer, module.modules())):
-            _set_fast_path(module, on=False)
-    if has_layer_formats and filter_fn is None:
-        taken = (each for module in chosen.values() for each in module.parameters() if each.ndim > 1)
-        warn_about_unquantized(model, taken, "quantize_training")
+    if layers:
+        _quantize_layers(model, layers, formats)
+        if filter_fn is None:
+            taken = (each for module in layers.values() for each in module.parameters() if each.ndim > 1)
+            warn_about_unquantized(model, taken, "quantize_training")
     return model
 
 
@@ -194,12 +180,13 @@ def restore(model: nn.Module, *, weights: Weights = "master") -> nn.Module:
 
 @torch.no_grad()
 def _round_weights(module: nn.Module, done: set[int]) -> None:
+    """Write the rounded weights of a layer into its parameters, except those in `done` (ids)."""
     layer: Any = module
     if is_tt(module):
         rounded = list(zip(layer.cores, layer.gated(), strict=True))
         if layer.rank_gates is not None:  # the rounded cores include the gates
-            lives = zip(layer.rank_gates, layer.active_ranks(), strict=True)
-            rounded += [(control, torch.where(live, 1.0, control)) for control, live in lives]
+            gates = zip(layer.rank_gates, layer.active_ranks(), strict=True)
+            rounded += [(gate, torch.where(is_active, 1.0, gate)) for gate, is_active in gates]
     else:
         rounded = [(layer.master_weight(), layer.rounded_weight())]
     for parameter, value in rounded:
@@ -209,6 +196,7 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
 
 
 def _quantize(module: nn.Module, formats: LayerFormats) -> None:
+    """Quantize one layer: a TT layer takes the formats, another layer changes its class in place."""
     if not is_tt(module):
         kind: type = type(module)
         module.__class__ = quantized_class(kind)
@@ -217,12 +205,35 @@ def _quantize(module: nn.Module, formats: LayerFormats) -> None:
     module.formats = formats  # type: ignore[assignment]
 
 
-def _layers_to_quantize(model: nn.Module, filter_fn: Filter | None, *, with_embeddings: bool) -> dict[str, nn.Module]:
-    """Return the layers to quantize by name; embeddings only if weights are quantized."""
+def _layers_to_quantize(model: nn.Module, filter_fn: Filter | None, formats: LayerFormats) -> dict[str, nn.Module]:
+    """Return the layers to quantize by name; embeddings only if weights are quantized.
+
+    Raises:
+        UserError: if there are none.
+    """
     layers = find_layers(model, filter_fn)
-    if with_embeddings:
-        return layers
-    return {name: each for name, each in layers.items() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    if formats.weights is None:
+        layers = {name: each for name, each in layers.items() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    if not layers:
+        raise UserError(_no_layers_message(model, filter_fn))
+    return layers
+
+
+def _quantize_layers(model: nn.Module, layers: Mapping[str, nn.Module], formats: LayerFormats) -> None:
+    """Quantize layers of a model, and the weights that other layers share with them."""
+    for module in layers.values():
+        _quantize(module, formats)
+    custom = sorted({type(each).plain.__name__ for each in layers.values() if isinstance(each, RoundedSubclass)})
+    if formats.hardware is not None and custom:
+        logger.warning("quantize_training: products of %s are simulated, since their forward pass is custom", custom)
+    if formats.weights is not None:
+        for module in sharing_layers(model, layers.values()):
+            _quantize(module, LayerFormats(weights=formats.weights))
+        _set_forward_hooks(model)
+    # the fused paths of nn.TransformerEncoder read weights without calling the layers
+    for module in model.modules():
+        if isinstance(module, tuple(_FAST_PATHS)) and any(map(_is_quantized_layer, module.modules())):
+            _set_fast_path(module, on=False)
 
 
 def _set_forward_hooks(model: nn.Module, *, on: bool = True) -> None:
@@ -241,6 +252,7 @@ def _contains_rounded_weights(module: nn.Module) -> bool:
 
 
 def _check_products(model: nn.Module, formats: LayerFormats, matmul: Matmul) -> None:
+    """Raise a UserError if the hardware cannot multiply these formats; warn if it is slow."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_device(matmul.name, device)
     if not torch.cuda.is_available():  # with a GPU, the model may still be moved there

@@ -15,7 +15,7 @@ from scantling.errors import UserError
 from scantling.trainer.models.build import build_model, default_task
 from scantling.trainer.recipe.schema import ModelSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.export import export_hf
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import tiny_recipe
 
 TEXT = {

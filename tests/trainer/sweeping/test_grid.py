@@ -10,11 +10,11 @@ import pytest
 import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.planning.plan import planned_model
+from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.sweeping.grid import Case, expand_sweep, select_cases
 from scantling.trainer.sweeping.schema import load_sweep
 from scantling.trainer.sweeping.table import read_table
-from scantling.trainer.tasks.causal_lm import CausalLM
 from tests.runs import tiny_recipe, write_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -111,7 +111,7 @@ def test_expand_sweep_merges_equal_recipes(tmp_path: Path) -> None:
 def test_case_sizes_equal_the_plan(tmp_path: Path, tensor: dict[str, int] | None, steps: list[int]) -> None:
     for case in grid(tmp_path, {"axes": {"tensor": [tensor], "train.steps": steps}, "linked": SIZES}):
         plan = sc.plan(case.recipe)
-        model = planned_model(case.recipe, CausalLM(), None, [])
+        model = planned_model(resolve_run(case.recipe, world_size=1, device="cpu"), [])
         inner = (*model.model.layers.parameters(), *model.model.norm.parameters())
         assert case.num_parameters == plan.num_non_embedding == sum(each.numel() for each in inner)
         assert case.num_tokens == plan.total_tokens

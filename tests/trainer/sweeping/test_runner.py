@@ -23,7 +23,7 @@ from scantling.trainer.sweeping.grid import Case, expand_sweep
 from scantling.trainer.sweeping.runner import SweepCallback, SweepResult, SweepRunner
 from scantling.trainer.sweeping.schema import load_sweep
 from scantling.trainer.sweeping.table import make_row, read_table, write_table
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, popen, start, tiny_recipe, wait_for_step, write_corpus, write_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -241,7 +241,7 @@ def test_run_stops_at_ctrl_c_and_resumes(tmp_path: Path) -> None:
     assert actions == ["steps=3000 resumes"]
     (row,) = table(tmp_path)
     assert row["state"] == "failed"
-    assert "has no whole checkpoint to resume from" in row["error"]
+    assert "has no complete checkpoint to resume from" in row["error"]
     assert sorted((folder / "checkpoints").iterdir()) == steps
 
 

@@ -19,9 +19,8 @@ from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks import TaskData, get_task
-from scantling.trainer.training.export import export_hf
 from scantling.trainer.training.minimal_pairs import prefers_good
-from scantling.trainer.training.trained import evaluate_run
+from scantling.trainer.training.trained_run import evaluate_run, export_hf
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 
 TEXTS = [f"document {number} says {number * number}" for number in range(40)]

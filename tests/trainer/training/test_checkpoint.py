@@ -14,14 +14,13 @@ from torch import nn
 from scantling.distributed.context import DistContext
 from scantling.distributed.peers import MET, group_store
 from scantling.errors import UserError
-from scantling.trainer.training import checkpoint, manifest
-from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.states import (
+from scantling.trainer.training import checkpoint
+from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State, find_damage
+from scantling.trainer.training.checkpoint_state import (
     load_model,
     load_optimizer,
     load_rng,
-    merge,
+    merge_states,
     model_state,
     optimizer_state,
     rng_state,
@@ -68,7 +67,7 @@ def test_interrupt_while_saving_or_loading_is_no_damage(
         patched.setattr(part, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.load_tensors(saved) if reader else checkpointer.save(2, State({"a": torch.arange(3)}, {}))
-    assert checkpointer.newest() == saved
+    assert newest_path(checkpointer) == saved
     checkpointer.save(2, State({"a": torch.arange(3)}, {}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
@@ -81,11 +80,13 @@ def test_round_trip_keeps_bits_and_dtypes(tmp_path: Path, dtype: torch.dtype) ->
     other, other_optimizer = stepped(1, dtype)
     saver = Checkpointer(tmp_path, SINGLE_PROCESS)
     own = State(values={"step": 3, "tokens": 48, "data": {"seed": 0, "epoch": 0, "index": 6}})
-    path = saver.save(3, merge(own, model_state(model), optimizer_state(optimizer, model), rng_state(SINGLE_PROCESS)))
+    path = saver.save(
+        3, merge_states(own, model_state(model), optimizer_state(optimizer, model), rng_state(SINGLE_PROCESS))
+    )
     want_random = torch.rand(3)
-    load_model(other, path)
-    load_optimizer(other_optimizer, other, path)
-    load_rng(path, SINGLE_PROCESS)
+    load_model(other, Checkpoint.read(path))
+    load_optimizer(other_optimizer, other, Checkpoint.read(path))
+    load_rng(Checkpoint.read(path), SINGLE_PROCESS)
     assert torch.equal(torch.rand(3), want_random)
     assert other.head.weight is other.embed.weight
     for name, tensor in model.state_dict().items():
@@ -101,10 +102,10 @@ def test_keeps_the_newest_k(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         saver.save(step, State({"x": torch.arange(step)}))
     assert saver.steps() == [15, 10]
-    assert saver.newest() == tmp_path / "step-15"
+    assert newest_path(saver) == tmp_path / "step-15"
 
 
-def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_next_save_removes_unfinished_checkpoints(tmp_path: Path) -> None:
     torn = tmp_path / "step-3.tmp"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
@@ -112,10 +113,16 @@ def test_what_a_kill_tore_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
+def newest_path(checkpointer: Checkpointer) -> Path:
+    newest = checkpointer.newest()
+    assert newest is not None
+    return newest.path
+
+
 def slow_sums(folder: Path) -> None:
     """Sum a file only once the other process waits outside of collectives, where their timeout does not apply."""
     context = DistContext(dist.get_rank(), 2, torch.device("cpu"))
-    store, digest = group_store(), manifest.file_digest
+    store, digest = group_store(), checkpoint.file_digest
 
     def summed(path: Path) -> dict[str, Any]:
         until = time.monotonic() + 60
@@ -125,20 +132,19 @@ def slow_sums(folder: Path) -> None:
         return digest(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, manifest):
-            patch.setattr(module, "file_digest", summed)
+        patch.setattr(checkpoint, "file_digest", summed)
         saver = Checkpointer(folder, context)
         assert saver.newest() is None
         saver.save(1, State({"x": torch.arange(5)}))
-        assert saver.newest() == folder / "step-1"
+        assert newest_path(saver) == folder / "step-1"
 
 
 @pytest.mark.dist
-def test_processes_wait_for_the_sums_of_large_files(tmp_path: Path) -> None:
+def test_processes_wait_for_checksums_of_large_files(tmp_path: Path) -> None:
     processes.run(2, slow_sums, tmp_path)
 
 
-def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -> None:
+def test_new_checkpoint_replaces_damaged_ones_of_later_steps(tmp_path: Path) -> None:
     """The run has resumed from the checkpoint before the damaged ones."""
     for step in (5, 10):
         Checkpointer(tmp_path, SINGLE_PROCESS).save(step, State({"x": torch.arange(step)}))
@@ -146,15 +152,15 @@ def test_a_new_checkpoint_outlives_damaged_ones_of_later_steps(tmp_path: Path) -
     saver = Checkpointer(tmp_path, SINGLE_PROCESS, keep=1)
     saver.save(6, State({"x": torch.arange(6)}))
     assert saver.steps() == [6]
-    assert saver.newest() == tmp_path / "step-6"
+    assert newest_path(saver) == tmp_path / "step-6"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("harm", ["remove", "truncate", "flip"])
-def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
+def test_any_damage_is_detected(tmp_path: Path, name: str, harm: str) -> None:
     saver = Checkpointer(tmp_path, SINGLE_PROCESS)
     path = saver.save(1, State({"x": torch.randn(100)}))
-    assert damage(path) is None
+    assert find_damage(path) is None
     file = path / name
     content = bytearray(file.read_bytes())
     if harm == "remove":
@@ -164,16 +170,16 @@ def test_any_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
     else:
         content[len(content) // 2] ^= 255
         file.write_bytes(content)
-    assert damage(path) is not None
+    assert find_damage(path) is not None
     assert saver.newest() is None
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_other_model_is_refused(tmp_path: Path) -> None:
     model, _ = stepped(0)
     path = Checkpointer(tmp_path, SINGLE_PROCESS).save(1, model_state(model))
     with pytest.raises(UserError, match="does not fit the model"):
-        load_model(nn.Linear(4, 7), path)
+        load_model(nn.Linear(4, 7), Checkpoint.read(path))
     other = Tied()
     other.norm = nn.BatchNorm1d(5)
     with pytest.raises(UserError, match="shape"):
-        load_model(other, path)
+        load_model(other, Checkpoint.read(path))

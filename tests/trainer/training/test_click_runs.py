@@ -19,7 +19,7 @@ from scantling.trainer.data.click_features import ClickFeatures
 from scantling.trainer.models.dlrm import DLRM, DLRMConfig
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained import load_trained
+from scantling.trainer.training.trained_run import load_run
 from tests.clicks import click_rows, clicks_recipe
 from tests.runs import kill_tree, records, scantling, start_scantling, wait_for_step, write_recipe
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_it_learns_what_can_be_learned(trained: Path) -> None:
+def test_run_learns(trained: Path) -> None:
     first, last = (record for record in records(trained) if "auc" in record)
     assert last["auc"] > 0.75
     assert last["normalized_entropy"] < 0.9
@@ -51,7 +51,7 @@ def test_it_learns_what_can_be_learned(trained: Path) -> None:
     assert "sequence length" not in page, "rows have none"
 
 
-def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_repeats_the_metrics_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["eval", str(trained), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     last = records(trained)[-1]
@@ -61,10 +61,10 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
     assert figures["majority_accuracy"] < figures["accuracy"]
 
 
-def test_an_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> None:
+def test_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     assert run_cli(["export", str(trained), "--to", "hf", str(folder)]) == 0
-    run = load_trained(trained)
+    run = load_run(trained)
     data, own = run.data, run.model
     model, features = DLRM.from_pretrained(folder).eval(), ClickFeatures.from_pretrained(folder)
     rows = click_rows(4000)[:20]
@@ -76,7 +76,7 @@ def test_an_exported_folder_predicts_new_rows(trained: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_without_this_package_an_exported_folder_fails_loudly(tmp_path: Path) -> None:
+def test_exported_folder_without_scantling_raises(tmp_path: Path) -> None:
     DLRM(DLRMConfig(table_sizes=[5, 4])).save_pretrained(tmp_path)
     code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -85,7 +85,7 @@ def test_without_this_package_an_exported_folder_fails_loudly(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("optim", ["adamw", "came"])
-def test_plan_is_exact_where_it_can_be(tmp_path: Path, optim: str) -> None:
+def test_plan_matches_the_run(tmp_path: Path, optim: str) -> None:
     clicks = {**clicks_recipe(tmp_path)["data"]["clicks"], "table_size": {"user": 50, "shop": 20}}
     recipe = clicks_recipe(tmp_path, data={"clicks": clicks}, optim={"name": optim}, train={"steps": 2})
     planned = sc.plan(recipe)
@@ -157,7 +157,7 @@ def test_kill_and_resume_is_bitwise(tmp_path: Path, processes: int) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     """The AUC too, whose scores are spread over both processes; only the order of sums differs, in fp32."""
     recipe = clicks_recipe(tmp_path, train={"batch_size": 128, "micro_batch_size": 32})
     sc.train(recipe, run_dir=tmp_path / "1")
@@ -169,7 +169,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         assert two["tokens"] == one["tokens"]
 
 
-def test_a_resumed_run_refuses_other_data(tmp_path: Path) -> None:
+def test_resume_refuses_other_data(tmp_path: Path) -> None:
     recipe = clicks_recipe(tmp_path, train={"steps": 4, "checkpoint_every": 2})
     sc.train(recipe, run_dir=tmp_path / "run")
     with (tmp_path / "clicks.csv").open("a") as file:
@@ -193,7 +193,7 @@ def test_flights_recipe_runs(tmp_path: Path) -> None:
     assert metrics["auc"] > 0.6
 
 
-def test_the_criteo_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_criteo_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from zipf_clicks import CRITEO_KAGGLE, ZipfClicks, write_criteo
 

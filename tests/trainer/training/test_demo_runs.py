@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ import scantling as sc
 from scantling.comm.gradient_exchange import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
-from scantling.trainer.training import states
-from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.manifest import read_manifest
-from scantling.trainer.training.states import load_exchange
+from scantling.trainer.training.checkpoint import Checkpoint, load_tensors
+from scantling.trainer.training.checkpoint_manifest import read_manifest
+from scantling.trainer.training.checkpoint_state import load_exchange
 from scantling.trainer.training.step import Stepper
 from tests.runs import (
     WIDE,
@@ -49,7 +49,7 @@ def demo_recipe(folder: Path, **sections: Any) -> dict[str, Any]:
     ],
     ids=lambda optim: optim["name"],
 )
-def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
+def test_demo_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
     recipe = demo_recipe(tmp_path, train={"steps": 60, "batch_size": 16})
     result = sc.train({**recipe, "optim": optim}, run_dir=tmp_path / "run")
     losses = [record["loss"] for record in records(tmp_path / "run")]
@@ -63,7 +63,7 @@ def test_it_learns_on_one_process(tmp_path: Path, optim: dict[str, Any]) -> None
 
 @pytest.mark.dist
 @pytest.mark.charts
-def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
+def test_two_processes_send_less_than_ddp(tmp_path: Path) -> None:
     dense, sparse = (
         write_recipe(tmp_path / f"{name}.yaml", {**demo_recipe(tmp_path, train={"steps": 6}), "comm": comm})
         for name, comm in (
@@ -89,63 +89,52 @@ def test_two_processes_send_little_and_stay_alike(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_process_with_nan_is_left_out_of_one_step(tmp_path: Path, delay: int) -> None:
+def test_rank_with_nan_is_skipped_in_one_step(tmp_path: Path, delay: int) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, comm={"delay": delay}))
     done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 0, done.stderr
     assert "step 3: ranks [1] have NaN or Inf gradients; left out" in done.stderr
-    found = records(tmp_path / "run")
-    told = {3 + delay: [1]}
-    assert [record.get("nonfinite_ranks") for record in found] == [told.get(step) for step in range(1, 9)]
-    assert all(record["loss"] > 0 for record in found)
+    lines = records(tmp_path / "run")
+    expected = {3 + delay: [1]}
+    assert [line.get("nonfinite_ranks") for line in lines] == [expected.get(step) for step in range(1, 9)]
+    assert all(line["loss"] > 0 for line in lines)
 
 
-def test_a_run_stops_where_nothing_of_a_step_is_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_if_no_rank_is_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a step without an exchange, in which the exchange does not report it."""
-    passes = Stepper._passes
+    passes = Stepper._run_passes
 
     def poisoned_passes(stepper: Stepper, batches: Any, share: torch.Tensor, step: int) -> Any:
         if step == 3:
             stepper.model.get_parameter(poisoned.POISONED).register_hook(poisoned.poison)
         return passes(stepper, batches, share, step)
 
-    monkeypatch.setattr(Stepper, "_passes", poisoned_passes)
+    monkeypatch.setattr(Stepper, "_run_passes", poisoned_passes)
     with pytest.raises(NonFiniteError, match="step 3, rank 0: the gradient norm is not finite"):
         sc.train(demo_recipe(tmp_path, comm={"sync_every": 2}), run_dir=tmp_path / "run")
 
 
-@pytest.mark.parametrize("optim", ["came", "sign"])
-def test_ranks_come_down_and_residuals_with_them(tmp_path: Path, optim: str) -> None:
-    tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
-    recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
-    recipe["optim"] = {"name": optim, "lr": 2e-3}
-    straight = sc.train(recipe, run_dir=tmp_path / "straight")
-    assert straight.status == "done"
-    last = records(tmp_path / "straight")[-1]
-    assert last["tensor_size"] == pytest.approx(0.4, rel=0.02)
-    stored = load_tensors(tmp_path / "straight" / "checkpoints" / "step-12")
-    residuals = {key.split("/", 2)[2]: value for key, value in stored.items() if key.startswith("exchange/")}
-    assert residuals
-    for name, residual in residuals.items():
-        assert residual.shape == stored[f"model/{name}"].shape
-        assert torch.isfinite(residual).all()
-
-
 @pytest.mark.dist
-def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
+def test_all_methods_on_two_processes_resume_bitwise(tmp_path: Path) -> None:
     """Rebuilding the exchange after rank removal must not send the residuals and discard them.
 
-    All methods together, on two processes, bitwise equal after a restart.
+    All methods together, bitwise equal after a resume; residuals have the shapes of the remaining ranks.
     """
     tensor = {"rank": 8, "size_target": 0.4, "truncate_every": 2, "adapt": 0.5}
     recipe = demo_recipe(tmp_path, tensor=tensor, train={"steps": 12, "checkpoint_every": 6})
     recipe["optim"] = {"name": "came", "lr": 2e-3, "momentum": "int8", "betas": [0.9, 0.999, 0.9999]}
-    recipe["precision"] = {"weights": "int8", "activations": "int8"}
+    recipe["precision"] = {"weights": "int8", "activations": "int8", "kv_cache": "int6"}
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     straight, again = tmp_path / "straight", tmp_path / "again"
     done = scantling("train", path, "--run-dir", straight, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert records(straight)[-1]["tensor_size"] == pytest.approx(0.4, rel=0.02)
+    stored = load_tensors(straight / "checkpoints" / "step-12")
+    residuals = {key.split("/", 2)[2]: value for key, value in stored.items() if key.startswith("exchange/")}
+    assert residuals
+    for name, residual in residuals.items():  # they shrink with the ranks
+        assert residual.shape == stored[f"model/{name}"].shape
+        assert torch.isfinite(residual).all()
     for rank in ("0", "1"):
         assert read_manifest(straight / "checkpoints" / "step-12")["values"]["exchange"][rank]["step"] == 12
     assert "exchange by all_gather among 2 processes" in done.stdout
@@ -162,7 +151,7 @@ def test_removed_ranks_cost_no_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path: Path) -> None:
+def test_residuals_start_from_their_mean_at_another_world_size(tmp_path: Path) -> None:
     """2 → 3 → 1: the mean over the processes is preserved."""
     train = {"steps": 12, "checkpoint_every": 4, "batch_size": 6}
     path = write_recipe(tmp_path / "recipe.yaml", demo_recipe(tmp_path, train=train))
@@ -177,16 +166,16 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
     assert first.keys() == second.keys()
     assert any(value.any() for value in first.values())
 
-    class Taken(GradientExchange):
+    class Recorder(GradientExchange):
         def load_state_dict(self, state: Mapping[str, Any]) -> None:
             self.state = dict(state)
 
     for world in (3, 1):
-        taken = Taken()
-        load_exchange(taken, saved, DistContext(0, world, torch.device("cpu")))
-        assert taken.state["step"] == 4
+        recorder = Recorder()
+        load_exchange(recorder, Checkpoint.read(saved), DistContext(0, world, torch.device("cpu")))
+        assert recorder.state["step"] == 4
         for name, value in first.items():
-            torch.testing.assert_close(taken.state[name], (value + second[name]) / 2)
+            torch.testing.assert_close(recorder.state[name], (value + second[name]) / 2)
     for before, last, processes in ((2, 8, 3), (3, 12, 1)):
         done = scantling("train", run, "--resume", processes=processes)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -197,13 +186,17 @@ def test_on_another_number_of_processes_residuals_begin_with_their_mean(tmp_path
     assert [record["step"] for record in records(run)] == list(range(1, 13))
 
 
-def test_a_residual_that_one_process_has_not_is_zeros_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residual_missing_on_one_rank_counts_as_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"exchange/rank0/": {"exchange/rank0/a": torch.ones(2)}, "exchange/rank1/": {}}
     values = {"exchange": {"0": {"step": 3}, "1": {"step": 3}}}
-    monkeypatch.setattr(states, "read_manifest", lambda _: {"world_size": 2, "values": values})
-    monkeypatch.setattr(states, "load_tensors", lambda _, prefix: kept[prefix])
-    monkeypatch.setattr(states, "ranks_held", lambda _: [0, 1])
+    saved: Any = SimpleNamespace(
+        path=tmp_path,
+        manifest={"world_size": 2},
+        values=values,
+        index=SimpleNamespace(ranks=[0, 1]),
+        load_tensors=lambda prefix: kept[prefix],
+    )
     found: dict[str, Any] = {}
     monkeypatch.setattr(GradientExchange, "load_state_dict", lambda _, state: found.update(state))
-    load_exchange(GradientExchange(), tmp_path, DistContext(0, 1, torch.device("cpu")))
+    load_exchange(GradientExchange(), saved, DistContext(0, 1, torch.device("cpu")))
     torch.testing.assert_close(found["a"], torch.full((2,), 0.5))

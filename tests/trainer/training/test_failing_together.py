@@ -32,18 +32,18 @@ def write(folder: Path) -> Path:
     return write_recipe(folder / "recipe.yaml", tiny_recipe(folder, train={"steps": 2, "batch_size": 8}))
 
 
-def missing_on_the_second(folders: list[Path]) -> str:
+def no_recipe_on_the_second(folders: list[Path]) -> str:
     write(folders[0])
     return "recipe.yaml"
 
 
-def wrong_on_the_first(folders: list[Path]) -> str:
+def invalid_recipe_on_the_first(folders: list[Path]) -> str:
     write(folders[1])
     write_recipe(folders[0] / "recipe.yaml", {"nonsense": 1})
     return "nonsense"
 
 
-def different(folders: list[Path]) -> str:
+def different_recipes(folders: list[Path]) -> str:
     for number, folder in enumerate(folders):
         recipe = tiny_recipe(folder, train={"steps": 2, "batch_size": 8}, optim={"lr": 0.001 * (number + 1)})
         write_recipe(folder / "recipe.yaml", recipe)
@@ -69,17 +69,24 @@ Case = Callable[[list[Path]], str]
 
 
 @pytest.mark.parametrize(
-    "case", [missing_on_the_second, wrong_on_the_first, different, no_data_on_the_second, other_data_on_the_second]
+    "case",
+    [
+        no_recipe_on_the_second,
+        invalid_recipe_on_the_first,
+        different_recipes,
+        no_data_on_the_second,
+        other_data_on_the_second,
+    ],
 )
 def test_error_on_one_machine_is_reported_on_both(tmp_path: Path, case: Case) -> None:
     folders = machines(tmp_path)
-    told = case(folders)
+    message = case(folders)
     ended = on_machines(folders, "train", "recipe.yaml", processes=2, timeout=FAST_S)
     assert [each.code for each in ended] == [2] * 4, explain(ended)
     for first in (ended[0], ended[2]):
         assert first.err.count("scantling: error") == 1, explain(ended)
-        assert told in first.err, explain(ended)
-    away, ranks = (ended[2], "[01]") if case is wrong_on_the_first else (ended[0], "[23]")
+        assert message in first.err, explain(ended)
+    away, ranks = (ended[2], "[01]") if case is invalid_recipe_on_the_first else (ended[0], "[23]")
     assert re.search(rf"rank {ranks} on {HOST}", away.err), explain(ended)
     assert not ended[1].err + ended[3].err, explain(ended)
 
@@ -113,8 +120,9 @@ def _any_error() -> None:
     _fail_on_rank_1(ZeroDivisionError)
 
 
-@pytest.mark.parametrize(("before", "code"), [(_user_error, 2), (_run_error, 1), (_any_error, 1)])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "code", "count"), [(_user_error, 2, 2), (_run_error, 1, 1), (_any_error, 1, 1), (_any_error, 1, 2)]
+)
 def test_failure_to_build_the_model_on_one_rank(
     tmp_path: Path, before: Callable[[], None], code: int, count: int
 ) -> None:
@@ -135,7 +143,7 @@ def _train_in_own_group(recipes: list[dict[str, Any]], folder: Path) -> None:
     assert sc.train(recipes[0], run_dir=folder / "run").step == 2
 
 
-def test_script_with_a_process_group_of_its_own(tmp_path: Path) -> None:
+def test_script_with_its_own_process_group(tmp_path: Path) -> None:
     good = tiny_recipe(tmp_path, train={"steps": 2, "batch_size": 8})
     processes.run(2, _train_in_own_group, [good, {**good, "nonsense": 1}], tmp_path)
 

@@ -14,8 +14,8 @@ import torch
 import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.rundir import RunDir
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.run_dir import RunDir
+from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.images import image_arrays, images_recipe
 from tests.runs import records, scantling, write_recipe
 
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_it_learns_what_can_be_learned(trained: Path) -> None:
+def test_run_learns(trained: Path) -> None:
     first, last = (record for record in records(trained) if "accuracy" in record)
     assert last["accuracy"] > 0.95
     assert last["eval_loss"] < first["eval_loss"] < 1.1
@@ -43,7 +43,7 @@ def test_it_learns_what_can_be_learned(trained: Path) -> None:
     assert "sequence length" not in page, "images have none"
 
 
-def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_repeats_the_metrics_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["eval", str(trained), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     last = records(trained)[-1]
@@ -52,23 +52,23 @@ def test_eval_gives_what_the_run_recorded(trained: Path, capsys: pytest.CaptureF
     assert figures["majority_accuracy"] < 0.5 < figures["class_mean_accuracy"]
 
 
-def test_eval_answers_no_more_images_than_the_recipe_says(trained: Path, tmp_path: Path) -> None:
+def test_eval_uses_eval_samples_of_the_recipe(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    recipe = RunDir(run).stored_recipe().model_dump(mode="json")
+    recipe = RunDir(run).read_recipe().model_dump(mode="json")
     write_recipe(run / "recipe.yaml", recipe | {"train": recipe["train"] | {"eval_samples": 3}})
     figures = evaluate_run(run)
     for key in ("accuracy", "majority_accuracy", "class_mean_accuracy"):
         assert float(figures[key]) * 3 == pytest.approx(round(float(figures[key]) * 3)), key
 
 
-def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> None:
+def test_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> None:
     """With transformers' own image processor, also for images of another size."""
     from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
     folder = tmp_path / "model"
     assert run_cli(["export", str(trained), "--to", "hf", str(folder)]) == 0
-    run = load_trained(trained)
+    run = load_run(trained)
     data, own = run.data, run.model
     processor = AutoImageProcessor.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
@@ -85,7 +85,7 @@ def test_an_exported_folder_takes_raw_images(trained: Path, tmp_path: Path) -> N
     assert np.mean([answer[0]["label"] == label for answer, label in zip(answers, labels, strict=False)]) > 0.8
 
 
-def test_plan_is_exact_where_it_can_be(tmp_path: Path) -> None:
+def test_plan_matches_the_run(tmp_path: Path) -> None:
     recipe = images_recipe(tmp_path, data={"labels": ["left", "right", "top"]}, train={"steps": 2})
     planned = sc.plan(recipe)
     assert not planned.notes
@@ -96,7 +96,7 @@ def test_plan_is_exact_where_it_can_be(tmp_path: Path) -> None:
     assert planned.total_tokens == measured["tokens"] == 2 * 32
 
 
-def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
+def test_flops_count_the_matrix_products(tmp_path: Path) -> None:
     """16 patches and the class token; the classifier reads one vector."""
     planned = sc.plan(images_recipe(tmp_path, data={"labels": ["left", "right", "top"]}))
     tokens, hidden, wide, layers = 17, 32, 64, 2
@@ -154,7 +154,7 @@ def test_resume_is_bitwise(tmp_path: Path, sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     """With workers too; only the order of sums differs, in fp32."""
     recipe = images_recipe(tmp_path, train={"micro_batch_size": 8}, data={"workers": 1})
     sc.train(recipe, run_dir=tmp_path / "1")
@@ -166,7 +166,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         assert two["tokens"] == one["tokens"]
 
 
-def test_the_digits_recipe_runs(tmp_path: Path) -> None:
+def test_digits_recipe_runs(tmp_path: Path) -> None:
     """Run a tenth of its steps."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (pip install 'scantling[vision]')")
     settings = ["train.steps=120", "train.eval_every=120", "train.device=cpu"]

@@ -25,12 +25,11 @@ import scantling as sc
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.files import open_lock_file
-from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.checkpoint import Checkpointer, find_damage
+from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
 from scantling.trainer.training.step import Stepper
-from scantling.trainer.training.trained import evaluate_run
+from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import (
     command,
     records,
@@ -67,7 +66,7 @@ def test_signal_saves_after_the_step_and_exits_with_3(tmp_path: Path, number: si
     assert "--resume" in output
     assert "Traceback" not in output
     assert newest_step(run) == records(run)[-1]["step"]
-    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+    assert find_damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
     assert json.loads((run / "result.json").read_text())["status"] == "stopped"
 
 
@@ -93,7 +92,7 @@ def test_damaged_newest_checkpoint_falls_back_with_a_warning(tmp_path: Path, cap
 
     for folder in checkpoints.iterdir():
         (folder / ".metadata").unlink()
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         sc.train(tmp_path / "run", resume=True)
 
 
@@ -106,7 +105,7 @@ def test_resume_with_another_recipe_lists_the_keys(tmp_path: Path) -> None:
     assert "train.seed" not in str(caught.value)
 
 
-def test_a_run_directory_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_run_directory_is_overwritten_only_with_force(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"steps": 1})
     sc.train(recipe, run_dir=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -122,7 +121,7 @@ def test_a_run_directory_is_never_overwritten_unasked(tmp_path: Path) -> None:
         sc.train(recipe, run_dir=tmp_path / "other", resume=True)
 
 
-def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+def test_locked_run_directory_is_refused(tmp_path: Path) -> None:
     holder = RunDir(tmp_path / "run")
     holder.lock()
     with pytest.raises(UserError, match=rf"in use by process {os.getpid()}"):
@@ -131,7 +130,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=tmp_path / "run").status == "done"
 
 
-def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -141,9 +140,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: py
         sc.train(tiny_recipe(tmp_path, train={"steps": 1}))
 
 
-def test_replacing_a_run_follows_no_links_and_takes_nothing_too_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_force_follows_no_links_and_replaces_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = tmp_path / "run", tmp_path / "scratch"
     run.mkdir()
     other.mkdir()
@@ -205,7 +202,7 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path)
     assert "disk is full" in output or "No space left" in output
     steps = Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
     assert steps
-    assert damage(run / "checkpoints" / f"step-{steps[0]}") is None
+    assert find_damage(run / "checkpoints" / f"step-{steps[0]}") is None
     assert not list((run / "checkpoints").glob("*.tmp")), "the half-written checkpoint was not removed"
     filler.unlink()
     again = start_scantling("train", run, "--resume")
@@ -224,7 +221,7 @@ def test_signal_to_the_whole_group_reaches_no_data_worker(tmp_path: Path) -> Non
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
-    assert damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
+    assert find_damage(run / "checkpoints" / f"step-{newest_step(run)}") is None
 
 
 def descendants(parent: int) -> list[int]:
@@ -253,11 +250,11 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent on Linux alone")
 @pytest.mark.parametrize("forked", [True, False], ids=["forked", "from a fork server"])
-def test_killed_run_is_resumed_at_once_though_it_had_data_workers(tmp_path: Path, forked: bool) -> None:
+def test_killed_run_with_data_workers_resumes_at_once(tmp_path: Path, forked: bool) -> None:
     """SIGKILL the run itself, not its workers, and resume without a pause."""
     train = {"steps": 100_000, "checkpoint_every": 2, "eval_every": 5, "eval_samples": 4}
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train=train, data={"workers": 2}))
-    run, kills = tmp_path / "run", 3
+    run, kills = tmp_path / "run", 1 if forked else 2
 
     def started(*arguments: Any) -> Any:
         return start(command(list(arguments))) if forked else start_scantling(*arguments)
@@ -324,7 +321,7 @@ def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
         sc.train(tmp_path / "run", resume=True)
 
 
-def test_other_data_than_that_of_the_training_is_not_evaluated(tmp_path: Path) -> None:
+def test_changed_data_is_not_evaluated(tmp_path: Path) -> None:
     """Flat id files, and texts: both are refused, before a new tokenizer would be trained on the changed texts."""
     np.arange(2000, dtype="<u2").tofile(tmp_path / "a.bin")
     flat = {"text": None, "document_separator": None, "bin": str(tmp_path / "a.bin")}
@@ -371,17 +368,17 @@ def test_nan_stops_before_the_update_and_names_step_and_tensor(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("comm", [{}, {"name": "demo"}], ids=str)
-def test_gradients_whose_norm_overflows_stop_the_run_before_the_update(
+def test_overflow_of_the_gradient_norm_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm: dict[str, Any]
 ) -> None:
-    passes = Stepper._passes
+    passes = Stepper._run_passes
 
     def huge_passes(stepper: Stepper, batches: Any, share: torch.Tensor, step: int) -> Any:
         if step == 3:
             stepper.model.get_parameter("model.norm.weight").register_hook(lambda gradient: gradient.sign() * 1e25)
         return passes(stepper, batches, share, step)
 
-    monkeypatch.setattr(Stepper, "_passes", huge_passes)
+    monkeypatch.setattr(Stepper, "_run_passes", huge_passes)
     sections: dict[str, Any] = {"comm": comm} if comm else {}
     with pytest.raises(NonFiniteError, match="step 3, rank 0: the gradient norm is not finite"):
         sc.train(tiny_recipe(tmp_path, optim={"name": "came", "lr": 1e-3}, **sections), run_dir=tmp_path / "run")
@@ -395,10 +392,10 @@ def test_nan_on_one_of_two_ranks_is_named_with_its_rank(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"step 3, rank 1: the gradient of {poisoned.POISONED} " in done.stderr, done.stderr
     assert newest_step(tmp_path / "run") == 2
-    assert damage(tmp_path / "run" / "checkpoints" / "step-2") is None
+    assert find_damage(tmp_path / "run" / "checkpoints" / "step-2") is None
 
 
-def test_a_loss_too_large_for_a_perplexity_is_recorded(tmp_path: Path) -> None:
+def test_loss_too_large_for_a_perplexity_is_recorded(tmp_path: Path) -> None:
     recipe = tiny_recipe(
         tmp_path,
         optim={"name": "sgd", "lr": 1e6, "weight_decay": 0.0},

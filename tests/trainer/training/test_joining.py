@@ -19,7 +19,7 @@ from tests import processes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_finds_nobody_names_the_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_peers_names_the_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": 0}
@@ -33,7 +33,7 @@ def test_a_process_that_finds_nobody_names_the_address(rank: int, monkeypatch: p
     assert not dist.is_initialized()
 
 
-def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_pair_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for the pair at the next barrier, and name this pair and not the next one."""
     left = [0]
 
@@ -46,15 +46,15 @@ def test_the_pair_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         return None
 
     monkeypatch.setattr(dist, "barrier", barrier)
-    monkeypatch.setattr(doctor, "_pair", pair)
+    monkeypatch.setattr(doctor, "_measure_pair", pair)
     context = DistContext(2, 3, torch.device("cpu"))
-    for silent, told in ((1, "before any pair was measured"), (2, "between rank 0 and rank 1 nothing")):
+    for silent, message in ((1, "before the first pair"), (2, "no message arrived between rank 0 and rank 1")):
         left[0] = silent
-        with pytest.raises(RunError, match=f"{told}.*Timed out waiting for a barrier"):
+        with pytest.raises(RunError, match=f"{message}.*Timed out waiting for a barrier"):
             doctor.measure_pairs(context)
 
 
-def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of operations queued on a device shows only when a result is read."""
     queued, clock = [0.0], [0.0]
 
@@ -75,8 +75,8 @@ def test_a_pair_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.Tensor, "__int__", read)
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = doctor._pair(DistContext(0, 2, torch.device("cpu")), 0, 1)
-    assert found == doctor.Pair(0, 1, 0.25, 65536 / 2.0)
+    measured = doctor._measure_pair(DistContext(0, 2, torch.device("cpu")), 0, 1)
+    assert measured == doctor.Pair(0, 1, 0.25, 65536 / 2.0)
 
 
 def meetings(world: int) -> None:
@@ -100,6 +100,5 @@ def meetings(world: int) -> None:
         record_error(store, RunError("no bread"))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_wait_for_one_that_still_prepares(world: int) -> None:
-    processes.run(world, meetings, world)
+def test_processes_wait_for_one_that_still_prepares() -> None:
+    processes.run(3, meetings, 3)

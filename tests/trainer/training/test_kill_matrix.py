@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.manifest import read_manifest
+from scantling.trainer.training.checkpoint_manifest import read_manifest
 from tests.runs import WIDE, kill_tree, records, scantling, start_scantling, tiny_recipe, wait_for, write_recipe
 
 STEPS = 24

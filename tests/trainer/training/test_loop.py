@@ -22,8 +22,8 @@ import scantling as sc
 from scantling.cli import run as run_cli
 from scantling.errors import RecipeError, RunError
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.training.run import resolve
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run import load_run_recipe
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import command, records, tiny_recipe, write_recipe
 
 TINY_BERT = {
@@ -48,9 +48,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
     return recipe, losses(folder / "run")
 
 
-def test_sections_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_sections_override_the_recipe(tmp_path: Path) -> None:
     def resolved(**sections: dict[str, Any]) -> Recipe:
-        return resolve(tiny_recipe(tmp_path), None, resume=False, settings=["train.steps=7"], overrides=sections)[0]
+        return load_run_recipe(
+            tiny_recipe(tmp_path), None, resume=False, settings=["train.steps=7"], overrides=sections
+        )[0]
 
     text = str(tmp_path / "\U0001f600\x7f# 010.txt")
     recipe = resolved(data={"text": [Path("a.txt"), text]}, train={"warmup": 3e-5})
@@ -68,7 +70,7 @@ def test_sections_are_taken_as_they_are(tmp_path: Path) -> None:
         ("train", {"eval_every": 2, "checkpoint_every": 3, "keep_checkpoints": 1}),
     ],
 )
-def test_what_must_not_change_the_losses(
+def test_settings_that_keep_the_losses(
     plain: tuple[dict[str, Any], list[float]], tmp_path: Path, section: str, keys: dict[str, Any]
 ) -> None:
     recipe, wanted = plain
@@ -88,7 +90,7 @@ def test_low_precision_stays_near_fp32(plain: tuple[dict[str, Any], list[float]]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_model_computes_the_same(
+def test_compiled_model_has_the_same_losses(
     plain: tuple[dict[str, Any], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """Inductor is the default; the other backend captures and differentiates the same graphs, without codegen."""
@@ -114,7 +116,7 @@ def test_schedules_reach_the_optimizer(tmp_path: Path, schedule: dict[str, Any],
     assert [record["lr"] / 0.004 for record in records(tmp_path / "run")] == pytest.approx(expected)
 
 
-def test_embeddings_follow_the_schedule_at_a_rate_of_their_own(tmp_path: Path) -> None:
+def test_embeddings_have_their_own_learning_rate(tmp_path: Path) -> None:
     """Compare with a run at a quarter of the rate: after the first step, only the embeddings are equal."""
     ends = []
     for optim in ({"lr": 0.02}, {"lr": 0.02, "embedding_lr_scale": 0.25}, {"lr": 0.005}):
@@ -133,7 +135,7 @@ def test_embeddings_follow_the_schedule_at_a_rate_of_their_own(tmp_path: Path) -
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), RuntimeError("can't allocate memory")],
 )
-def test_what_needs_too_much_memory_is_told_what_to_do(
+def test_out_of_memory_error_says_what_to_do(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -197,7 +199,7 @@ def test_classification_from_recipe_to_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.charts
-def test_a_run_can_be_moved_and_resumed(tmp_path: Path) -> None:
+def test_moved_run_can_be_resumed(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, train={"checkpoint_every": 4})
     sc.train(recipe, run_dir=tmp_path / "run")
     wanted = losses(tmp_path / "run")

@@ -13,14 +13,14 @@ import torch
 import scantling as sc
 from scantling.errors import RecipeError
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, export_hf, load_run
 from tests.runs import records, tiny_recipe
 
 FORMATS = {"weights": "int8", "activations": {"format": "int8", "granularity": "token"}, "kv_cache": "int6"}
 STOCHASTIC = {"weights": "int8", "gradients": {"format": "int8", "rounding": "stochastic"}}
 
 
-def test_loss_falls_and_the_plan_holds(tmp_path: Path) -> None:
+def test_loss_falls_and_plan_matches_the_run(tmp_path: Path) -> None:
     result = sc.train(tiny_recipe(tmp_path, precision=FORMATS), run_dir=tmp_path / "run")
     lines = records(result.run_dir)
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -32,30 +32,18 @@ def test_loss_falls_and_the_plan_holds(tmp_path: Path) -> None:
     assert "weights int8, activations int8 (token), kv cache int6" in (result.run_dir / "report.html").read_text()
 
 
-def test_products_in_int8_train_like_simulated_ones(tmp_path: Path) -> None:
+def test_int8_products_train_like_simulated_ones(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, precision={**FORMATS, "kv_cache": None})
     simulated = sc.train(recipe, run_dir=tmp_path / "simulated").metrics["eval_loss"]
     real = sc.train(recipe, run_dir=tmp_path / "real", precision={"compute": "int8"}).metrics["eval_loss"]
     assert real == pytest.approx(simulated, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"precision": FORMATS},
-        {"precision": STOCHASTIC},
-        {
-            "precision": FORMATS,
-            "tensor": {"rank": 6, "size_target": 0.5, "adapt": 6, "truncate_every": 2},
-            "optim": {"name": "came", "lr": 0.003, "debias": True, "betas": [0.9, 0.95, 0.995], "momentum": "int8"},
-            "comm": {"name": "demo", "topk": 8, "chunk": 16},
-        },
-    ],
-    ids=["alone", "stochastic", "with all methods"],
-)
-def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize("precision", [FORMATS, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_low_precision_resumes_bitwise(tmp_path: Path, precision: dict[str, Any]) -> None:
+    """With all other methods: `test_all_methods_on_two_processes_resume_bitwise`."""
     train = {"steps": 8, "checkpoint_every": 4, "keep_checkpoints": 3}
-    recipe = tiny_recipe(tmp_path, **sections, train=train)
+    recipe = tiny_recipe(tmp_path, precision=precision, train=train)
     whole = sc.train(recipe, run_dir=tmp_path / "whole")
     part = shutil.copytree(whole.run_dir, tmp_path / "part")
     shutil.rmtree(part / "checkpoints" / "step-8")
@@ -65,14 +53,14 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path, sections: dict[s
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_a_trained_model_computes_what_the_run_measured(tmp_path: Path) -> None:
+def test_loaded_model_has_the_eval_loss_of_the_run(tmp_path: Path) -> None:
     given = tiny_recipe(tmp_path, precision={"weights": "int3", "activations": "int4"})
     result = sc.train(given, run_dir=tmp_path / "run")
-    again = load_trained(result.run_dir).evaluate()
+    again = load_run(result.run_dir).evaluate()
     assert again["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
 
 
-def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_stochastic_rounding(tmp_path: Path) -> None:
     rounding = {"format": "int4", "rounding": "stochastic"}
     recipe = tiny_recipe(tmp_path, precision={"activations": rounding}, train={"steps": 6})
     losses = []
@@ -81,13 +69,11 @@ def test_evaluations_change_nothing_of_a_run_that_rounds_by_chance(tmp_path: Pat
         sc.train(recipe, run_dir=run_dir, train={"eval_every": every, "eval_samples": samples})
         losses.append([record["loss"] for record in records(run_dir)])
     assert losses[0] == losses[1]
-    figures = [evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
-    assert figures[0] == figures[1] == records(run_dir)[-1]["eval_loss"]
+    evaluated = [evaluate_run(run_dir)["eval_loss"] for _ in range(2)]
+    assert evaluated[0] == evaluated[1] == records(run_dir)[-1]["eval_loss"]
 
 
-def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
-    from scantling.trainer.training.export import export_hf
-
+def test_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
     result = sc.train(tiny_recipe(tmp_path, precision={"weights": "int2"}), run_dir=tmp_path / "run")
     export_hf(result.run_dir, tmp_path / "model")
     model = sc.load(tmp_path / "model")
@@ -97,12 +83,10 @@ def test_an_export_has_rounded_weights_and_plain_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "int8"])
-def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_path: Path) -> None:
-    from scantling.trainer.training.export import export_hf
-
+def test_dense_export_of_tt_layers_has_the_rounded_weights(compute: str, tmp_path: Path) -> None:
     precision = {"weights": "int4", "activations": "int8", "compute": compute}
     result = sc.train(tiny_recipe(tmp_path, precision=precision, tensor={"rank": 6}), run_dir=tmp_path / "run")
-    layer = load_trained(result.run_dir).model.model.layers[0].mlp.up_proj
+    layer = load_run(result.run_dir).model.model.layers[0].mlp.up_proj
     export_hf(result.run_dir, tmp_path / "model", dense=True)
     weight = sc.load(tmp_path / "model").model.layers[0].mlp.up_proj.weight
     assert torch.equal(weight, layer.dense_weight())
@@ -110,7 +94,7 @@ def test_a_dense_export_of_cores_has_what_they_computed_with(compute: str, tmp_p
     assert not torch.equal(weight, layer.dense_weight())
 
 
-def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
+def test_all_faults_are_reported_with_their_paths(tmp_path: Path) -> None:
     precision = {
         "weights": "int4x",
         "activations": {"format": "int8", "granularity": "channels"},
@@ -119,12 +103,12 @@ def test_faults_are_reported_together_with_their_paths(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "eager"}))
     text = str(caught.value)
-    assert "precision.weights: a number format is one of" in text
+    assert "precision.weights: a number format must be one of" in text
     assert "precision.activations.granularity: must be one of" in text
     assert "precision.kv_cache: group_size and granularity" in text
 
 
-def test_formats_that_no_hardware_multiplies_are_a_fault_among_others(tmp_path: Path) -> None:
+def test_formats_without_hardware_support_are_refused(tmp_path: Path) -> None:
     precision = {"compute": "fp8", "weights": "fp8_e5m2", "activations": "fp8_e5m2"}
     with pytest.raises(RecipeError) as caught:
         sc.plan(tiny_recipe(tmp_path, precision=precision, model={"attention": "flash"}))
@@ -141,6 +125,6 @@ def test_formats_that_no_hardware_multiplies_are_a_fault_among_others(tmp_path: 
         ({"precision": {"compute": "fp8", "weights": "int8", "activations": "int8"}}, "takes weights in fp8_e4m3"),
     ],
 )
-def test_what_has_no_meaning_is_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
+def test_contradictory_settings_are_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         sc.plan(tiny_recipe(tmp_path, **sections))

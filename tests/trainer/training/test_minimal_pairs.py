@@ -21,10 +21,10 @@ from scantling.trainer.data.blimp import MinimalPair
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training import minimal_pairs
-from scantling.trainer.training.harness import _beginnings, evaluate_tasks
+from scantling.trainer.training.lm_harness import _set_document_start, evaluate_tasks
 from scantling.trainer.training.minimal_pairs import evaluate_pairs, log_probabilities, prefers_good, tally
-from scantling.trainer.training.rundir import RunDir
-from scantling.trainer.training.trained import load_trained
+from scantling.trainer.training.run_dir import RunDir
+from scantling.trainer.training.trained_run import load_run
 from tests.runs import tiny_recipe
 from tests.templates import IDS, made_tokenizer
 
@@ -71,7 +71,7 @@ def test_batches_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> No
     assert log_probabilities(model, sentences, prefix=[3]) == pytest.approx(one_by_one, rel=1e-5)
 
 
-def test_sentences_of_other_lengths_change_no_score() -> None:
+def test_sentences_of_other_lengths_do_not_change_scores() -> None:
     """Also if one scale covers all activations, keys or values of a batch."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -84,7 +84,7 @@ def test_sentences_of_other_lengths_change_no_score() -> None:
     assert both == pytest.approx(apart, rel=1e-6)
 
 
-def test_the_more_probable_sentence_is_preferred() -> None:
+def test_more_probable_sentence_is_preferred() -> None:
     table = torch.zeros(261, 261)
     table[ord("a"), ord("b")] = 3.0
     pairs = [
@@ -101,7 +101,7 @@ def test_the_more_probable_sentence_is_preferred() -> None:
     assert list(figures["paradigms"]) == ["1", "2", "3"]
 
 
-def test_a_run_scores_pairs_with_its_own_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_scores_pairs_with_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model trained on ordered words finds them more probable than the same letters in another order."""
     sc.train(tiny_recipe(tmp_path, optim={"lr": 0.01}, train={"steps": 40}), run_dir=tmp_path / "run")
     good = ["the quick brown fox", "seven bold vikings wait", "a lazy dog jumps over", "the bold vikings wait"]
@@ -120,7 +120,7 @@ def test_a_run_scores_pairs_with_its_own_tokenizer(tmp_path: Path, caplog: pytes
         evaluate_pairs(tmp_path / "run", [str(tmp_path / "pairs.jsonl")])
 
 
-def test_runs_that_give_sentences_no_probability(tmp_path: Path) -> None:
+def test_runs_of_other_tasks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"sentence_good": "a", "sentence_bad": "b"}')
     recipe = tiny_recipe(tmp_path) | {"model": {"preset": "bert-6-encoder"}}
     RunDir(tmp_path / "masked").write_recipe(load_recipe(recipe))
@@ -129,12 +129,12 @@ def test_runs_that_give_sentences_no_probability(tmp_path: Path) -> None:
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     recipe = tiny_recipe(tmp_path, train={"steps": 1}) | {"data": {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}}
     sc.train(recipe, run_dir=tmp_path / "ids")
-    with pytest.raises(UserError, match="trained on ids alone"):
+    with pytest.raises(UserError, match="trained on token ids"):
         evaluate_pairs(tmp_path / "ids", [str(tmp_path / "pairs.jsonl")])
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
+def test_harness_model_computes_in_training_precision(
     compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The harness calls a model with autocast disabled, as its version 0.4.13 does."""
@@ -156,7 +156,7 @@ def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
         monkeypatch.setitem(sys.modules, name, holds)
     sc.train(tiny_recipe(tmp_path, train={"steps": 2}, precision={"compute": compute}), run_dir=tmp_path / "run")
     found = evaluate_tasks(tmp_path / "run", ["blimp"])
-    model = load_trained(tmp_path / "run").model.eval()
+    model = load_run(tmp_path / "run").model.eval()
     with torch.no_grad(), autocast(compute, torch.device("cpu")):
         expected = model(ids).logits
     assert found["logits"].dtype == torch.float32
@@ -172,16 +172,16 @@ def test_the_harness_gets_a_model_that_computes_as_it_was_trained(
         ("llama-eos", [IDS["<s>"]], {"add_bos_token": True, "prefix_token_id": IDS["<s>"]}),
     ],
 )
-def test_requests_of_the_harness_begin_as_documents_did(
+def test_harness_requests_start_like_documents(
     family: str, before: list[int], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = made_tokenizer(tmp_path / family, family)
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert _beginnings(theirs, load_tokenizer(str(folder))) == settings
+    assert _set_document_start(theirs, load_tokenizer(str(folder))) == settings
     assert theirs("ab", add_special_tokens=settings["add_bos_token"])["input_ids"] == [*before, *b"ab"]
 
 
-def test_the_harness_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_harness_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'scantling\[harness\]'"):
         evaluate_tasks(tmp_path, ["blimp"])

@@ -18,7 +18,7 @@ from tests.runs import records, tiny_recipe
 POISONED = "model.layers.0.mlp.up_proj.weight"
 
 
-def recipe_of(folder: Path, *, release: bool, **train: Any) -> dict[str, Any]:
+def build_recipe(folder: Path, *, release: bool, **train: Any) -> dict[str, Any]:
     return tiny_recipe(
         folder,
         optim={"name": "came", "lr": 3e-3, "debias": True, "momentum": "int8", "release_gradients": release},
@@ -37,9 +37,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     "train", [{}, {"micro_batch_size": 1}, {"activation_checkpointing": True}], ids=["whole", "cut", "checkpointing"]
 )
-def test_the_run_is_the_same_to_the_bit(tmp_path: Path, train: dict[str, Any]) -> None:
+def test_released_run_is_bitwise_equal(tmp_path: Path, train: dict[str, Any]) -> None:
     for release in (False, True):
-        sc.train(recipe_of(tmp_path, release=release, **train), run_dir=tmp_path / str(release))
+        sc.train(build_recipe(tmp_path, release=release, **train), run_dir=tmp_path / str(release))
     kept, released = (records(tmp_path / str(release)) for release in (False, True))
     assert [record["loss"] for record in kept] == [record["loss"] for record in released]
     norms = [record["grad_norm"] for record in kept]
@@ -50,7 +50,7 @@ def test_the_run_is_the_same_to_the_bit(tmp_path: Path, train: dict[str, Any]) -
 
 
 def test_resume_is_bitwise(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, release=True, batch_size=6, micro_batch_size=2, checkpoint_every=3)
+    recipe = build_recipe(tmp_path, release=True, batch_size=6, micro_batch_size=2, checkpoint_every=3)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     sc.train(recipe, run_dir=straight)
     shutil.copytree(straight, broken)
@@ -60,9 +60,9 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     assert same(weights(straight), weights(broken))
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
+def test_nonfinite_loss_stops_before_the_update(tmp_path: Path) -> None:
     """A learning rate of 1e30 ruins the weights in the first step; the second step's loss is not finite."""
-    recipe = recipe_of(tmp_path, release=True, warmup=0, checkpoint_every=1)
+    recipe = build_recipe(tmp_path, release=True, warmup=0, checkpoint_every=1)
     recipe["optim"] |= {"lr": 1e30, "weight_decay": 0.0}
     with pytest.raises(NonFiniteError, match=r"step 2, rank 0: the loss is .*; stopped before the update"):
         sc.train(recipe, run_dir=tmp_path / "run")
@@ -83,9 +83,9 @@ class Poisoned(Stepper):
             assert step < 3 or torch.equal(before, parameter)
 
 
-def test_a_gradient_that_is_not_finite_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_gradient_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.trainer.training.build.Stepper", Poisoned)
-    recipe = recipe_of(tmp_path, release=True, checkpoint_every=1)
+    recipe = build_recipe(tmp_path, release=True, checkpoint_every=1)
     with pytest.raises(NonFiniteError, match=f"step 3, rank 0: the gradient of {POISONED} is not finite"):
         sc.train(recipe, run_dir=tmp_path / "run")
     assert len(records(tmp_path / "run")) == 2
@@ -95,6 +95,6 @@ def test_a_gradient_that_is_not_finite_is_not_used(tmp_path: Path, monkeypatch: 
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, release=True)
+    recipe = build_recipe(tmp_path, release=True)
     with pytest.raises(UserError, match=r"optim.release_gradients .*; given 2 processes[.] Run one"):
         sc.plan(recipe, world_size=2)

@@ -16,7 +16,7 @@ import scantling as sc
 from scantling.distributed.context import launch_id
 from scantling.errors import UserError
 from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 from tests.runs import WIDE, command, records, scantling, start, tiny_recipe, wait_for_step, write_recipe
 
 
@@ -37,11 +37,11 @@ def workers(parent: int) -> list[int]:
 @pytest.mark.parametrize(
     ("kills", "steps", "comm"),
     [
-        (1, 24, {"name": "demo", "delay": 1}),
+        (1, 16, {"name": "demo", "delay": 1}),
         pytest.param(20, 60, {"name": "demo"}, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_killed_at_random_steps_it_ends_with_the_same_bits(
+def test_run_killed_at_random_steps_ends_with_the_same_bits(
     tmp_path: Path, kills: int, steps: int, comm: dict[str, object]
 ) -> None:
     train = {"steps": steps, "checkpoint_every": 2, "batch_size": 16}
@@ -81,24 +81,22 @@ def wait_until_restarted(process: subprocess.Popen[str], before: set[int]) -> No
         time.sleep(0.05)
 
 
-def test_a_run_without_a_place_cannot_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_needs_a_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(UserError, match="give it a --run-dir"):
+    with pytest.raises(UserError, match="pass --run-dir"):
         sc.train(tiny_recipe(tmp_path))
 
 
-def test_killed_before_the_first_checkpoint_it_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_before_the_first_checkpoint_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(tmp_path, train={"steps": 2})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    RunDir(tmp_path / "run").note_launch(launch_id())
+    RunDir(tmp_path / "run").write_launch(launch_id())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert sc.train(recipe, run_dir=tmp_path / "run").status == "done"
 
 
-def test_a_restart_touches_no_run_that_the_first_start_had_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_leaves_runs_of_other_launches_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, run = tiny_recipe(tmp_path, train={"steps": 2}), tmp_path / "run"
     sc.train(recipe, run_dir=run)
     (file,) = (run / "checkpoints" / "step-2").glob("*.distcp")
@@ -109,7 +107,7 @@ def test_a_restart_touches_no_run_that_the_first_start_had_not_begun(
     with pytest.raises(UserError, match="already holds a run"):
         sc.train(recipe, run_dir=run)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # its own run id, whose checkpoints cannot be read
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         sc.train(recipe, run_dir=run)
     assert (run / "metrics.jsonl").read_bytes() == kept
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")

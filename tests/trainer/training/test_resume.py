@@ -12,7 +12,7 @@ import torch
 
 from scantling.distributed.context import DistContext
 from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
-from scantling.trainer.training.manifest import read_manifest
+from scantling.trainer.training.checkpoint_manifest import read_manifest
 from tests.runs import (
     forget,
     kill_tree,
@@ -50,9 +50,9 @@ def gpt2_with_dropout(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("processes", "optim", "compute", "steps", "comm"),
     [
-        (1, "came", "bf16", 40, {}),
+        pytest.param(1, "came", "bf16", 40, {}, marks=pytest.mark.slow),
         (1, "adamw", "fp16", 20, {}),
-        (2, "came", "fp32", 40, {}),
+        (2, "came", "fp32", 20, {}),
         pytest.param(2, "sign", "fp32", 20, {"name": "demo"}, marks=pytest.mark.slow),
         (2, "sign", "fp32", 20, {"name": "demo", "delay": 1, "overlap": True, "residual": "int8"}),
     ],
@@ -95,7 +95,7 @@ def test_kill_and_resume_is_bitwise(
     assert "resumed from" in resumed.stdout
 
     after = (broken / "metrics.jsonl").read_bytes()
-    assert after.startswith(before[: before.rfind(b"\n") + 1]), "lines that were there have changed"
+    assert after.startswith(before[: before.rfind(b"\n") + 1]), "existing lines have changed"
     for want, got in zip(records(straight), records(broken), strict=True):
         for key in ("step", "epoch", "tokens", "loss", "grad_norm", "lr", "eval_loss"):
             assert want.get(key) == got.get(key), (want["step"], key)
@@ -134,7 +134,7 @@ def test_resume_of_four_processes_is_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     """At the same global batch, losses agree to 1e-5 relative: only the order of sums differs, in fp32."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"batch_size": 8, "micro_batch_size": 2}))
     for processes in (1, 2):
@@ -152,7 +152,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_resume_at_another_world_size(tmp_path: Path) -> None:
     """1 → 2 → 1 processes: the data position is kept, so without dropout the losses are those of one run."""
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
     assert scantling("train", path, "--run-dir", tmp_path / "straight").returncode == 0

@@ -16,7 +16,7 @@ NAMES = ("cosine", "linear", "wsd", "constant")
     st.floats(0.01, 1),
     st.floats(0, 1),
 )
-def test_factors_rise_then_never_rise(steps: int, schedule: str, warmup: float, decay: float, ratio: float) -> None:
+def test_factors_rise_in_the_warmup_only(steps: int, schedule: str, warmup: float, decay: float, ratio: float) -> None:
     values = [
         lr_factor(s, steps=steps, schedule=schedule, warmup=warmup, decay=decay, min_ratio=ratio)
         for s in range(1, steps + 1)

@@ -19,8 +19,7 @@ from scantling.distributed import folders
 from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.trainer.training import checkpoint as saving
 from scantling.trainer.training import run as training
-from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
-from scantling.trainer.training.index import ranks_held
+from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, load_tensors
 from tests import processes
 from tests.runs import WIDE, Ended, on_machines, records, scantling, tiny_recipe, write_recipe
 
@@ -64,11 +63,13 @@ def steps(run: Path) -> list[int]:
     return Checkpointer(run / "checkpoints", SINGLE_PROCESS).steps()
 
 
-@pytest.fixture(scope="module", params=["demo", "allreduce"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+Runs = tuple[Path, list[Path]]
+"""A recipe next to the folder of its run with a shared folder, and the run directories of two machines."""
+
+
+def train_on_machines(folder: Path, sections: dict[str, Any]) -> Runs:
     """Train on two machines with two folders, and on as many processes with a shared folder as a reference."""
-    folder = tmp_path_factory.mktemp("machines")
-    recipe = write(folder, {"demo": DEMO, "allreduce": ALLREDUCE}[request.param])
+    recipe = write(folder, sections)
     done = scantling("train", recipe, "--run-dir", folder / "shared", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     both = machines(folder)
@@ -79,6 +80,24 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return recipe, [each / "runs" / "tiny" for each in both]
 
 
+@pytest.fixture(scope="module")
+def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs whose ranks have states of their own: residuals and random generators."""
+    return train_on_machines(tmp_path_factory.mktemp("demo"), DEMO)
+
+
+@pytest.fixture(scope="module")
+def allreduce_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs whose ranks have only random generators of their own."""
+    return train_on_machines(tmp_path_factory.mktemp("allreduce"), ALLREDUCE)
+
+
+@pytest.fixture(params=["demo_runs", "allreduce_runs"])
+def any_runs(request: pytest.FixtureRequest) -> Runs:
+    runs: Runs = request.getfixturevalue(request.param)
+    return runs
+
+
 def copied(runs: list[Path], folder: Path) -> list[Path]:
     """Copy runs into working folders of new machines."""
     both = machines(folder, len(runs))
@@ -87,14 +106,15 @@ def copied(runs: list[Path], folder: Path) -> list[Path]:
     return both
 
 
-def test_each_folder_holds_the_weights_and_its_own_ranks(trained: tuple[Path, list[Path]]) -> None:
-    recipe, runs = trained
+def test_each_folder_holds_the_weights_and_its_own_ranks(any_runs: Runs) -> None:
+    recipe, runs = any_runs
     whole = tensors(recipe.parent / "shared", 6)
     for rank, run in enumerate(runs):
         assert steps(run) == [6, 4]
-        path = Checkpointer(run / "checkpoints", SINGLE_PROCESS).newest(weights_only=True)
-        assert path == run / "checkpoints" / "step-6"
-        assert ranks_held(path) == [rank]
+        newest = Checkpointer(run / "checkpoints", SINGLE_PROCESS).newest(weights_only=True)
+        assert newest is not None
+        assert newest.path == run / "checkpoints" / "step-6"
+        assert newest.index.ranks == [rank]
         own = tensors(run, 6)
         assert all(torch.equal(each, whole[key]) for key, each in own.items())
         assert {key for key in whole if key not in own} == {key for key in whole if f"/rank{1 - rank}/" in key}
@@ -103,8 +123,8 @@ def test_each_folder_holds_the_weights_and_its_own_ranks(trained: tuple[Path, li
         assert (run / "report.html").is_file()
 
 
-def test_either_folder_is_evaluated_and_exported(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    _, runs = trained
+def test_either_folder_is_evaluated_and_exported(demo_runs: Runs, tmp_path: Path) -> None:
+    _, runs = demo_runs
     losses = []
     for number, run in enumerate(runs):
         done = scantling("eval", run, "--json")
@@ -115,30 +135,26 @@ def test_either_folder_is_evaluated_and_exported(trained: tuple[Path, list[Path]
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
-def test_eval_needs_no_residuals_of_other_ranks(tmp_path: Path, damage: str) -> None:
+def test_eval_needs_no_residuals_of_other_ranks(demo_runs: Runs, tmp_path: Path) -> None:
     """Two processes on one machine: the second file holds the residuals and generators of rank 1 alone."""
-    recipe = write(tmp_path, {"comm": {"name": "demo", "topk": 8}})
-    done = scantling("train", recipe, "--run-dir", tmp_path / "run", processes=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    newest = Checkpointer(tmp_path / "run" / "checkpoints", SINGLE_PROCESS).newest()
-    assert newest is not None
-    shard = newest / "__1_0.distcp"
+    run = shutil.copytree(demo_runs[0].parent / "shared", tmp_path / "run")
+    shard = run / "checkpoints" / "step-6" / "__1_0.distcp"
     content = shard.read_bytes()
-    if damage == "remove":
-        shard.unlink()
-    else:
-        shard.write_bytes(content[:100] if damage == "truncate" else bytes([content[0] ^ 1]) + content[1:])
-    evaluated = scantling("eval", tmp_path / "run", "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads(evaluated.stdout)["step"] == int(newest.name.removeprefix("step-"))
-    assert "damaged" not in evaluated.stderr
-    resumed = scantling("train", tmp_path / "run", "--resume", processes=2)
-    assert f"{newest}isdamaged" in "".join((resumed.stdout + resumed.stderr).split())
+    for damaged in (None, content[:100], bytes([content[0] ^ 1]) + content[1:]):
+        if damaged is None:
+            shard.unlink()
+        else:
+            shard.write_bytes(damaged)
+        evaluated = scantling("eval", run, "--json")
+        assert evaluated.returncode == 0, evaluated.stderr
+        assert json.loads(evaluated.stdout)["step"] == 6
+        assert "damaged" not in evaluated.stderr
+    resumed = scantling("train", run, "--resume", processes=2)
+    assert f"{shard.parent}isdamaged" in "".join((resumed.stdout + resumed.stderr).split())
 
 
-def test_resumed_run_ends_with_the_same_bits(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    _, runs = trained
+def test_resumed_run_ends_with_the_same_bits(any_runs: Runs, tmp_path: Path) -> None:
+    _, runs = any_runs
     both = copied(runs, tmp_path)
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")
@@ -149,9 +165,9 @@ def test_resumed_run_ends_with_the_same_bits(trained: tuple[Path, list[Path]], t
         assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
 
 
-def test_machines_may_change_places(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_machines_may_swap_ranks(demo_runs: Runs, tmp_path: Path) -> None:
     """torchrun numbers machines by arrival, so a rank may have to take its state from another machine's folder."""
-    _, runs = trained
+    _, runs = demo_runs
     both = copied(runs[::-1], tmp_path)
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")
@@ -160,10 +176,8 @@ def test_machines_may_change_places(trained: tuple[Path, list[Path]], tmp_path: 
         assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
 
 
-def test_other_numbers_of_processes_go_on_from_separate_folders(
-    trained: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
-    recipe, runs = trained
+def test_resume_from_separate_folders_at_another_world_size(demo_runs: Runs, tmp_path: Path) -> None:
+    recipe, runs = demo_runs
     shared = recipe.parent / "shared"
     (tmp_path / "one").mkdir()
     both, one = copied(runs, tmp_path), copied([shared], tmp_path / "one")
@@ -175,13 +189,13 @@ def test_other_numbers_of_processes_go_on_from_separate_folders(
     whole = tensors(one[0] / "run", 6)
     for ranks, each in zip(([0, 1], [2, 3]), both, strict=True):
         own = tensors(each / "run", 6)
-        assert ranks_held(each / "run" / "checkpoints" / "step-6") == ranks
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == ranks
         keys = [key for key in own if not key.startswith("rng/")]  # the generators start from the seed
         assert all(torch.equal(own[key], whole[key]) for key in keys)
 
 
-def test_one_machine_goes_on_alone(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    recipe, runs = trained
+def test_one_machine_resumes_alone(any_runs: Runs, tmp_path: Path) -> None:
+    recipe, runs = any_runs
     (machine,) = copied(runs[1:], tmp_path)
     shutil.rmtree(machine / "run" / "checkpoints" / "step-6")
     done = scantling("train", machine / "run", "--resume")
@@ -215,19 +229,19 @@ def _remove_shard(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "rank", "message"),
     [
-        (_remove_shard, "__{rank}_0.distcp is missing"),
-        (_flip, "__{rank}_0.distcp does not match its checksum"),
-        (_remove_folder, "there is no such folder"),
-        (_remove_all, "there is no"),
+        (_remove_shard, 1, "__1_0.distcp is missing"),
+        (_flip, 0, "__0_0.distcp does not match its checksum"),
+        (_remove_folder, 1, "there is no such folder"),
+        (_remove_all, 0, "there is no"),
+        (_remove_all, 1, "there is no"),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_missing_file_is_named_on_every_machine(
-    trained: tuple[Path, list[Path]], tmp_path: Path, harm: Harm, told: str, rank: int
+    demo_runs: Runs, tmp_path: Path, harm: Harm, rank: int, message: str
 ) -> None:
-    recipe, runs = trained
+    recipe, runs = demo_runs
     both = copied(runs, tmp_path)
     harm(both[rank] / "run")
     ended = on_machines(both, "train", recipe, "--run-dir", "run", "--resume", timeout=60)
@@ -235,12 +249,12 @@ def test_missing_file_is_named_on_every_machine(
     for each in ended:
         error = " ".join(each.err.split())
         assert f"rank {rank} on {os.uname().nodename}" in error
-        assert told.format(rank=rank) in error
+        assert message in error
     assert steps(both[1 - rank] / "run") == [6, 4]
 
 
-def test_damage_on_one_machine_falls_back_on_all(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    _, runs = trained
+def test_damage_on_one_machine_falls_back_on_all(demo_runs: Runs, tmp_path: Path) -> None:
+    _, runs = demo_runs
     both = copied(runs, tmp_path)
     (both[1] / "run" / "checkpoints" / "step-6" / "__1_0.distcp").unlink()
     ended = on_machines(both, "train", "run", "--resume")
@@ -252,15 +266,17 @@ def test_damage_on_one_machine_falls_back_on_all(trained: tuple[Path, list[Path]
         assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
 
 
-def test_copy_of_the_other_machine_lacks_a_rank(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    _, runs = trained
+def test_copies_of_one_machine_lack_a_rank(demo_runs: Runs, tmp_path: Path) -> None:
+    _, runs = demo_runs
     ended = on_machines(copied([runs[0], runs[0]], tmp_path), "train", "run", "--resume", timeout=60)
     assert [each.code for each in ended] == [2, 2], explain(ended)
-    assert all("no folder has __1_0.distcp" in " ".join(each.err.split()) for each in ended)
+    assert all(
+        "no folder has the states of all ranks: __1_0.distcp missing" in " ".join(each.err.split()) for each in ended
+    )
 
 
-def test_folders_of_different_runs_are_refused(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    recipe, runs = trained
+def test_folders_of_different_runs_are_refused(demo_runs: Runs, tmp_path: Path) -> None:
+    recipe, runs = demo_runs
     (tmp_path / "again").mkdir()
     again = machines(tmp_path / "again")
     all_done(on_machines(again, "train", recipe, "--run-dir", "run"))
@@ -274,7 +290,7 @@ def test_two_machines_of_two_processes(tmp_path: Path) -> None:
     recipe, both = write(tmp_path, DEMO), machines(tmp_path)
     all_done(on_machines(both, "train", recipe, "--run-dir", "run", processes=2))
     for number, each in enumerate(both):
-        assert ranks_held(each / "run" / "checkpoints" / "step-6") == [2 * number, 2 * number + 1]
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == [2 * number, 2 * number + 1]
     straight = [tensors(each / "run", 6) for each in both]
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")
@@ -313,7 +329,7 @@ def _change(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     training.train = lambda recipe, **given: train(recipe, **change(given))
 
 
-def test_run_dir_named_on_one_machine_is_that_of_all(tmp_path: Path) -> None:
+def test_run_dir_of_one_machine_is_used_by_all(tmp_path: Path) -> None:
     recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
     all_done(on_machines(both, "train", recipe, before=_name_folder_on_rank_1, timeout=60))
     for each in both:
@@ -332,7 +348,7 @@ def test_resume_on_one_machine_is_refused_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_link_to_checkpoints_shared_otherwise_is_refused(tmp_path: Path, is_shared: bool) -> None:
+def test_link_to_checkpoints_with_other_sharing_is_refused(tmp_path: Path, is_shared: bool) -> None:
     """Machines that share the run directory but link its checkpoints to separate disks, or the other way round."""
     recipe, both = write(tmp_path, ALLREDUCE, steps=1), machines(tmp_path)
     own = [machine / "scratch" for machine in both]
@@ -350,7 +366,7 @@ def test_link_to_checkpoints_shared_otherwise_is_refused(tmp_path: Path, is_shar
     assert all("checkpoints is a link" in each.err for each in ended), explain(ended)
 
 
-def _see_while_another_run_makes_the_parent(folder: Path) -> None:
+def _detect_while_another_run_creates_the_parent(folder: Path) -> None:
     rank, store, path = dist.get_rank(), dist.distributed_c10d._get_default_store(), folder / "out" / "run"
     if rank == 0:
         token_hex = folders.secrets.token_hex
@@ -367,8 +383,8 @@ def _see_while_another_run_makes_the_parent(folder: Path) -> None:
     assert not [*folder.glob("**/.scantling-*")]
 
 
-def test_parent_that_another_run_makes_meanwhile(tmp_path: Path) -> None:
-    processes.run(2, _see_while_another_run_makes_the_parent, tmp_path)
+def test_shared_folder_is_detected_while_another_run_creates_its_parent(tmp_path: Path) -> None:
+    processes.run(2, _detect_while_another_run_creates_the_parent, tmp_path)
 
 
 def _killed_while_saving() -> None:
@@ -386,7 +402,7 @@ def _killed_while_saving() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_kill_during_a_save_leaves_a_common_checkpoint(tmp_path: Path, when: str) -> None:
+def test_kill_during_a_save_leaves_a_common_checkpoint(demo_runs: Runs, tmp_path: Path, when: str) -> None:
     recipe, both = write(tmp_path, DEMO, keep_checkpoints=1), machines(tmp_path)
     ended = on_machines(
         both, "train", recipe, "--run-dir", "run", env={"TESTS_KILL": when}, before=_killed_while_saving, timeout=90
@@ -396,26 +412,23 @@ def test_kill_during_a_save_leaves_a_common_checkpoint(tmp_path: Path, when: str
     again = on_machines(both, "train", "run", "--resume")
     all_done(again)
     assert f"resumed from run/checkpoints/step-{2 if when == 'before' else 4}" in again[0].out
-    (tmp_path / "straight").mkdir()
-    straight = machines(tmp_path / "straight")
-    all_done(on_machines(straight, "train", recipe, "--run-dir", "run"))
-    for broken, each in zip(both, straight, strict=True):
+    for broken, straight in zip(both, demo_runs[1], strict=True):  # runs of the same recipe without a kill
         assert steps(broken / "run") == [6]
-        assert same(tensors(broken / "run", 6), tensors(each / "run", 6))
+        assert same(tensors(broken / "run", 6), tensors(straight, 6))
 
 
-def test_machines_evaluate_together(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_machines_evaluate_together(demo_runs: Runs, tmp_path: Path) -> None:
     """All machines take the newest checkpoint that all of them have."""
-    _, runs = trained
+    _, runs = demo_runs
     both = copied(runs, tmp_path)
     shutil.rmtree(both[1] / "run" / "checkpoints" / "step-6")
     ended = on_machines(both, "eval", "run", "--json")
     all_done(ended)
-    found = json.loads(ended[0].out)
-    assert found["step"] == 4
+    together = json.loads(ended[0].out)
+    assert together["step"] == 4
     shutil.rmtree(both[0] / "run" / "checkpoints" / "step-6")
     alone = scantling("eval", both[0] / "run", "--json")
-    assert json.loads(alone.stdout)["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
+    assert json.loads(alone.stdout)["eval_loss"] == pytest.approx(together["eval_loss"], rel=1e-5)
 
 
 def _disk_full_on_rank_1() -> None:

@@ -16,8 +16,8 @@ from scantling.trainer.models.build import build_model
 from scantling.trainer.models.token_ids import config_ids, set_text_ids
 from scantling.trainer.recipe.schema import ModelSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.export import export_hf
 from scantling.trainer.training.quantize import quantize_run
+from scantling.trainer.training.trained_run import export_hf
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 
@@ -50,12 +50,12 @@ SIZES = {
 NAMED = ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
-def recipe(folder: Path, of: str, tokenizer: Path, **sections: Any) -> dict[str, Any]:
+def recipe(folder: Path, model_path: str, tokenizer: Path, **sections: Any) -> dict[str, Any]:
     path = folder / "texts.jsonl"
     rows = [{"text": f"document {number} of many", "answer": f"{number}"} for number in range(30)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return {
-        "model": {"hf": of, **sections.pop("model", {})},
+        "model": {"hf": model_path, **sections.pop("model", {})},
         "data": {"jsonl": str(path), "tokenizer": str(tokenizer), "seq_len": 24, **sections.pop("data", {})},
         "optim": {"name": "adamw", "lr": 1e-3},
         "train": {"steps": 1, "batch_size": 2, "device": "cpu"},
@@ -102,8 +102,10 @@ def check_agreement(folder: Path, *, known: tuple[str, ...] = ()) -> None:
         assert generation["decoder_start_token_id"] == config["decoder_start_token_id"]
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mamba"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [*(("llama", family) for family in TEMPLATES), ("gpt2", "gpt2"), ("gpt2", "t5"), ("mamba", "gpt2")],
+)
 def test_causal_models_from_random_weights(kind: str, family: str, tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     given = recipe(tmp_path, configuration(tmp_path / "model", kind), tokenizer, model={"task": "causal-lm"})
@@ -140,8 +142,10 @@ def test_masked_models(kind: str, family: str, tmp_path: Path) -> None:
             check_agreement(folder)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("t5", "t5"), ("bart", "bart"), ("bart", "t5")])
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "family", "pairs"),
+    [("t5", "t5", False), ("bart", "bart", False), ("bart", "t5", True), ("t5", "t5", True)],
+)
 def test_sequence_to_sequence_models(kind: str, family: str, pairs: bool, tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     fields = {"fields": {"text": "text", "pair": "answer"}} if pairs else {}
@@ -166,7 +170,7 @@ def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return dict(json.loads((folder / name).read_text()))
 
 
-def test_a_pretrained_folder_keeps_its_ids(tmp_path: Path) -> None:
+def test_pretrained_folder_keeps_its_ids(tmp_path: Path) -> None:
     bos, eos, other = IDS["<s>"], IDS["</s>"], IDS["<mask>"]
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     generation = {"eos_token_id": [eos, other], "pad_token_id": 5}
@@ -180,7 +184,7 @@ def test_a_pretrained_folder_keeps_its_ids(tmp_path: Path) -> None:
         assert sc.load(folder).generation_config.eos_token_id == [eos, other]
 
 
-def test_an_id_that_the_tokenizer_does_not_name_is_kept(tmp_path: Path) -> None:
+def test_id_unknown_to_the_tokenizer_is_kept(tmp_path: Path) -> None:
     """Qwen2's configuration has a beginning token that its tokenizer lacks."""
     eos = IDS["</s>"]
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "gpt2")
@@ -194,7 +198,7 @@ def test_an_id_that_the_tokenizer_does_not_name_is_kept(tmp_path: Path) -> None:
     assert read(tmp_path / "fresh-export").get("bos_token_id") is None
 
 
-def test_another_tokenizer_has_the_last_word(tmp_path: Path) -> None:
+def test_another_tokenizer_overrides_ids(tmp_path: Path) -> None:
     """It also overrides several end tokens of a folder, which are kept after its own."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     model = pretrained(tmp_path / "model", bos_token_id=3, eos_token_id=4, generation={"eos_token_id": [4, 6]})
@@ -205,7 +209,7 @@ def test_another_tokenizer_has_the_last_word(tmp_path: Path) -> None:
     assert read(tmp_path / "export", "generation_config.json")["eos_token_id"] == [IDS["</s>"], 4, 6]
 
 
-def test_a_recipe_can_set_ids(tmp_path: Path) -> None:
+def test_recipe_can_set_ids(tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     given = recipe(tmp_path, configuration(tmp_path / "model", "llama"), tokenizer)
     given["model"] |= {"task": "causal-lm", "overrides": {"eos_token_id": 9}}
@@ -215,7 +219,7 @@ def test_a_recipe_can_set_ids(tmp_path: Path) -> None:
     assert read(tmp_path / "export", "generation_config.json")["eos_token_id"] == 9
 
 
-def test_a_text_model_inside_of_another(tmp_path: Path) -> None:
+def test_text_model_in_a_multimodal_config(tmp_path: Path) -> None:
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "llama")
     text = {**TINY, "num_hidden_layers": 1, "vocab_size": 320, "head_dim": 16, "model_type": "gemma3_text"}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -238,7 +242,7 @@ def test_a_text_model_inside_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["modernbert", "roberta"])
-def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) -> None:
+def test_plan_uses_the_ids_of_the_run(kind: str, tmp_path: Path) -> None:
     """ModernBERT's default padding id, 50283, lies beyond a small vocabulary."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", "bert")
     model = configuration(tmp_path / "model", kind)
@@ -248,7 +252,7 @@ def test_a_plan_knows_the_ids_that_a_run_will_have(kind: str, tmp_path: Path) ->
     assert sc.plan(given).activation_bytes is not None
 
 
-def test_a_configuration_that_needs_an_id_keeps_its_own(tmp_path: Path) -> None:
+def test_required_ids_keep_their_defaults(tmp_path: Path) -> None:
     """EuroBERT does not accept None as its mask id."""
     plain = hf.EuroBertConfig()
     ids = config_ids({"mask_token_id": None, "eos_token_id": 7}, {}, plain, pretrained=False)

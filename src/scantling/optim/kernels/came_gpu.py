@@ -1,7 +1,7 @@
 """Triton kernels of CAME, many parameters in each launch: equations (1) to (10) of came.py, tile by tile.
 
 Each parameter is a stack of row-major matrices, split into tiles; a program works on one tile and finds its parameter
-in a table. Each tile writes its partial sum over a row or a column to an element of its own, and the partial sums are
+in a table. Each tile writes its partial sum over a row or a column to a separate element, and the partial sums are
 added in order: the same inputs give the same bits, on every rank and in every run. Each stage reads memory once: the
 gradient three times (four with a rounded momentum and a confidence), the momentum two or three times, the parameter
 once.
@@ -260,7 +260,7 @@ def _write_weight(
 
 @triton.jit
 def _add_parts(squares, table, row_parts, col_parts, param_idx, matrix, i, j, row, col, num_rows, num_cols):
-    """Store this tile's sums over its rows and over its columns, each in an element of its own."""
+    """Store this tile's sums over its rows and over its columns, each in a separate element."""
     fields = table + param_idx * _NUM_FIELDS
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
     row_index = tl.load(fields + _ROW_PART) + (matrix * across + j) * num_rows + row

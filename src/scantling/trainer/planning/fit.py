@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from scantling.torchrun_env import local_world_size_from_env, world_size_from_env
 from scantling.trainer.planning.machine import MachineMemory, machine_memory
-from scantling.trainer.planning.plan import Plan, plan
+from scantling.trainer.planning.plan import Plan, plan_run
+from scantling.trainer.planning.resolve import ResolvedRun, resolve_run
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.reporting.format import format_bytes
 from scantling.trainer.rss import rss_bytes
@@ -133,13 +134,13 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     )
 
 
-def silent_plan(recipe: Recipe, **options: Any) -> Plan:
-    """Return `plan(recipe, **options)` without its warnings, which the first plan or the run itself emits."""
+def silent_plan(run: ResolvedRun) -> Plan:
+    """Return `plan_run(run)` without its warnings, which the first plan or the run itself emits."""
     logger = logging.getLogger("scantling")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return plan(recipe, **options)
+        return plan_run(run)
     finally:
         logger.setLevel(level)
 
@@ -154,11 +155,9 @@ def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: T
     def peak(size: int) -> int:
         content: Mapping[str, Any] = recipe.model_dump(exclude_unset=True)
         train = {**content["train"], "micro_batch_size": size}
+        changed = Recipe.model_validate({**content, "train": train})
         smaller = silent_plan(
-            Recipe.model_validate({**content, "train": train}),
-            world_size=planned.world_size,
-            device=planned.device,
-            task_data=task_data,
+            resolve_run(changed, world_size=planned.world_size, device=planned.device, task_data=task_data)
         )
         assert smaller.peak_memory_bytes is not None
         return smaller.peak_memory_bytes - smaller.base_bytes + planned.base_bytes

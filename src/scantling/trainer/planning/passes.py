@@ -11,8 +11,7 @@ import torch
 from scantling.errors import UserError
 from scantling.numerics.device import autocast
 from scantling.trainer.models.costs import forward_flops, no_packed_documents, trace_step
-from scantling.trainer.recipe import Recipe
-from scantling.trainer.tasks.base import Task
+from scantling.trainer.planning.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,18 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_passes(
-    recipe: Recipe, task: Task, model: Any, *, world_size: int, device: str, step_bytes: int | None = None
-) -> Passes:
+def plan_passes(run: ResolvedRun, model: Any, *, step_bytes: int | None = None) -> Passes:
     """Trace one micro-batch through the model, without allocating memory.
 
     From the second micro-batch on, the gradients of earlier ones are already allocated. With several processes they
     always are, because the buckets of the exchange hold them.
 
     Args:
-        recipe: determines the micro-batch size and the precision.
-        task: provides a batch and the loss.
+        run: its recipe determines the micro-batch size and the precision, its task provides a batch and the loss.
         model: on the meta device; it cannot be used afterwards.
-        world_size: number of processes, which share the batch evenly.
-        device: "cpu" or "cuda".
         step_bytes: temporary memory of one parameter's step, if it runs within the backward pass.
     """
+    recipe, task, world_size = run.recipe, run.task, run.world_size
     seq_len = recipe.data.seq_len
     micro = recipe.micro_batch_size(world_size)
     gradients_held = recipe.accumulates(world_size) or world_size > 1
@@ -58,7 +53,7 @@ def plan_passes(
 
     def loss(traced: torch.nn.Module) -> torch.Tensor:
         batch = task.sample_batch(micro, recipe.data)
-        with autocast(recipe.precision.autocast(device), torch.device("cpu")):
+        with autocast(recipe.precision.autocast(run.device), torch.device("cpu")):
             return task.loss(traced, batch).loss
 
     try:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from scantling.trainer.planning.passes import Passes
-    from scantling.trainer.tasks.base import Task, TaskData
+    from scantling.trainer.planning.resolve import ResolvedRun
+    from scantling.trainer.tasks.base import TaskData
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return {**dataclasses.asdict(self), "notes": list(self.notes)}
+
+    def rebase(self, base_bytes: int) -> Plan:
+        """Return the plan for a process that holds this much memory before it builds the model; as is for a GPU."""
+        if self.device == "cuda":
+            return self
+        peak = self.peak_memory_bytes
+        peak = None if peak is None else peak - self.base_bytes + base_bytes
+        return dataclasses.replace(self, base_bytes=base_bytes, peak_memory_bytes=peak)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
@@ -182,28 +191,37 @@ def plan(
         RecipeError: the recipe is invalid.
         UserError: the model cannot be built, or the number of processes does not fit the recipe.
     """
+    from scantling.trainer.planning.resolve import resolve_run
+
+    recipe = load_recipe(recipe, settings)
+    device = planned_device(recipe, device)
+    return plan_run(resolve_run(recipe, world_size=world_size, device=device, task_data=task_data))
+
+
+def plan_run(run: ResolvedRun) -> Plan:
+    """Predict the cost of a resolved run.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
     from scantling.groups import num_non_embedding, param_groups
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
-    from scantling.trainer.models.build import checkpoint_activations, quiet, recipe_task
+    from scantling.trainer.models.build import checkpoint_activations, quiet
     from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
     from scantling.trainer.planning.momentum import note_on_momentum, optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
     from scantling.trainer.rss import rss_bytes
-    from scantling.trainer.tasks import get_task
 
-    recipe = load_recipe(recipe, settings)
-    task = get_task(recipe_task(recipe))
-    check_world_size(recipe, world_size)
-    notes: list[str] = []
-    model = planned_model(recipe, task, task_data, notes)
+    recipe, world_size = run.recipe, run.world_size
+    notes = list(run.sizes.notes)
+    model = planned_model(run, notes)
     notes += _ranks_that_come_down(recipe, model)
     if (note := note_on_momentum(recipe)) is not None:
         notes.append(note)
     wire, residuals = _traffic(recipe, model, world_size)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
-    device = planned_device(recipe, device)
-    on_gpu = device == "cuda"
+    on_gpu = run.device == "cuda"
     base = 0 if on_gpu else rss_bytes()
     parameters = list(model.parameters())
     weight_bytes = sum(p.nbytes for p in parameters)
@@ -217,20 +235,13 @@ def plan(
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
-        passes = plan_passes(
-            recipe,
-            task,
-            model,
-            world_size=world_size,
-            device=device,
-            step_bytes=of_optimizer if released else None,
-        )
+        passes = plan_passes(run, model, step_bytes=of_optimizer if released else None)
     notes += passes.notes
     if on_gpu and passes.peak_bytes is not None:
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
     if recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
-    tokens = recipe.batch_size * task.examples_to_tokens(recipe.data)
+    tokens = run.tokens_per_step
     flops = _step_flops(passes)
     return Plan(
         name=recipe.name or "recipe",
@@ -257,7 +268,7 @@ def plan(
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
         residual_bytes=residuals,
-        device=device,
+        device=run.device,
         notes=tuple(notes),
     )
 
@@ -336,34 +347,21 @@ def _step_flops(passes: Passes) -> int | None:
     return (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
 
 
-def planned_model(recipe: Recipe, task: Task, task_data: TaskData | None, notes: list[str]) -> Any:
+def planned_model(run: ResolvedRun, notes: list[str]) -> Any:
     """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
-
-    Args:
-        recipe, task: of the run.
-        task_data: as in `plan`.
-        notes: list that is appended to.
 
     Raises:
         UserError: the model cannot be built.
     """
     from scantling.trainer.models.build import build_model, convert_model, reads_weights
 
-    if task_data is not None:
-        vocab_size, overrides = task_data.vocab_size, task.config_overrides(task_data)
-    else:
-        vocab_size, overrides = _vocabulary(recipe, task), task.planned_overrides(recipe.data, notes)
-        if recipe.data.bin is not None and recipe.data.tokenizer == "bytes":
-            notes.append(
-                f"planned with {vocab_size} ids, since no data is read: the run takes one more than the largest in its "
-                "files. Name what made them in data.tokenizer"
-            )
+    recipe = run.recipe
     model = build_model(
         recipe.model,
-        task,
-        vocab_size=vocab_size,
+        run.task,
+        vocab_size=run.sizes.vocab_size,
         seq_len=recipe.data.longest,
-        config_overrides=overrides,
+        config_overrides=run.sizes.config_overrides,
         seed=0,
         device="meta",
     )
@@ -380,35 +378,7 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
         UserError: the model cannot be built.
     """
     from scantling.groups import num_non_embedding
-    from scantling.trainer.models.build import recipe_task
-    from scantling.trainer.tasks import get_task
+    from scantling.trainer.planning.resolve import resolve_run
 
-    task = get_task(recipe_task(recipe))
-    model = planned_model(recipe, task, None, [])
-    return num_non_embedding(model), recipe.batch_size * task.examples_to_tokens(recipe.data)
-
-
-def check_world_size(recipe: Recipe, world_size: int) -> None:
-    """Raise a UserError if a recipe cannot run on this number of processes."""
-    if recipe.batch_size % world_size:
-        raise UserError(
-            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
-            "change train.batch_size, train.batch_tokens or the number of processes"
-        )
-    if recipe.optim.release_gradients and world_size > 1:
-        raise UserError(
-            "optim.release_gradients steps each parameter before the processes could average its gradient; given "
-            f"{world_size} processes. Run one, or leave the key out"
-        )
-
-
-def _vocabulary(recipe: Recipe, task: Task) -> int:
-    """Return the vocabulary size that the model needs; reads a tokenizer only if it is in a folder."""
-    from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
-    from scantling.trainer.recipe.schema import BpeTokenizer
-
-    setting = recipe.data.tokenizer
-    if isinstance(setting, BpeTokenizer):
-        return setting.bpe + task.extra_ids(recipe.data, None)
-    tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
-    return tokenizer.vocab_size + task.extra_ids(recipe.data, tokenizer)
+    run = resolve_run(recipe, world_size=1, device="cpu")
+    return num_non_embedding(planned_model(run, [])), run.tokens_per_step

@@ -18,7 +18,7 @@ from scantling.errors import ScantlingError, UserError
 from scantling.files import write_json
 from scantling.trainer.reporting.metrics import finite_or_none
 from scantling.trainer.sweeping.schema import AfterSection
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.run_dir import RunDir
 
 Metrics = dict[str, float]
 

@@ -17,13 +17,13 @@ from scantling.trainer.planning.plan import planned_size
 from scantling.trainer.recipe import Recipe, check_recipe
 from scantling.trainer.recipe.loading import set_key
 from scantling.trainer.sweeping.schema import Sweep
-from scantling.trainer.training.rundir import MAY_DIFFER
+from scantling.trainer.training.resume import FREE_KEYS
 
 logger = logging.getLogger(__name__)
 
 MAX_COMBINATIONS = 10_000
 """Most combinations in one sweep, including those in `leave_out`."""
-_IRRELEVANT_KEYS = MAY_DIFFER - {"train.eval_samples"}
+_IRRELEVANT_KEYS = FREE_KEYS - {"train.eval_samples"}
 """Keys that do not affect a run's row in the table."""
 
 

@@ -42,7 +42,7 @@ from scantling.trainer.sweeping.table import (
     write_table,
 )
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.signals import StopSignal, interrupt
 
 POLL_S = 0.2

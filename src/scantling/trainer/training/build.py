@@ -1,9 +1,8 @@
-"""The parts of a run, each built from its section of the recipe."""
+"""Build the parts of a run, each from its section of the recipe."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,67 +16,56 @@ from scantling.groups import param_groups
 from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
-from scantling.trainer.data.loader import BatchSource, eval_batches
+from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.recipe.schema import CommSection, TrainSection
-from scantling.trainer.tasks.base import Task, TaskData
+from scantling.trainer.recipe.schema import CommSection
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.evaluate import evaluate
-from scantling.trainer.training.loop import Loop, Schedule
+from scantling.trainer.training.evaluate import evaluate_heldout
+from scantling.trainer.training.loop import Loop
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
-from scantling.trainer.training.methods import Method
-from scantling.trainer.training.release import GradientRelease
-from scantling.trainer.training.schedule import lr_factor
+from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.sinks import Sink
-from scantling.trainer.training.step import Stepper
+from scantling.trainer.training.step import GradientRelease, Stepper
+from scantling.trainer.training.tensor_training import TensorTraining
 
 
 def build_loop(
-    recipe: Recipe,
-    task: Task,
-    data: TaskData,
-    context: DistContext,
-    checkpointer: Checkpointer,
-    *,
-    memory: MemoryMeter,
-    energy: EnergyMeter,
+    run: ResolvedRun, context: DistContext, checkpointer: Checkpointer, *, memory: MemoryMeter, energy: EnergyMeter
 ) -> Loop:
-    """Model, optimizer, exchange, batches and schedule from their sections, as one loop at step 0."""
-    settings = recipe.train
+    """Build model, optimizer, exchange, batches and schedule, as one loop at step 0."""
+    recipe, data, settings = run.recipe, run.prepared_data, run.recipe.train
     check_device(recipe.precision.compute, context.device)
+    compute = recipe.precision.autocast(context.device.type)
     if context.rank == 0:
-        autocast = recipe.precision.autocast(context.device.type)
-        warn_if_slow_matmul(autocast, context.device, "set precision.compute: fp32")
-    methods = build_methods(recipe)
-    model = build_run_model(recipe, task, data, methods).to(context.device)
-    for method in methods:
-        method.attach(model)
+        warn_if_slow_matmul(compute, context.device, "set precision.compute: fp32")
+    model = build_run_model(run).to(context.device)
+    tensor = build_tensor_training(recipe)
+    tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
         model.compile()
     optimizer = build_run_optimizer(recipe, model, context.device)
     _seed_generators(settings.seed + 1 + context.rank)  # dropout differs between ranks, weights do not
-    looks = [method.see_gradient for method in methods]
-    release = GradientRelease(model, optimizer, looks) if recipe.optim.release_gradients else None
     stepper = Stepper(
         model,
-        task,
+        run.task,
         optimizer,
         build_exchange(recipe.comm, context, settings.clip),
         context,
-        methods=methods,
+        tensor=tensor,
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
-        compute=recipe.precision.autocast(context.device.type),
-        release=release,
+        compute=compute,
+        release=GradientRelease(model, optimizer, tensor.see_gradient) if recipe.optim.release_gradients else None,
         graph=settings.graph,
     )
 
-    def facts() -> dict[str, Any]:
+    def model_stats() -> dict[str, Any]:
         weights = list(model.parameters())
         return {
             "num_parameters": sum(p.numel() for p in weights),
@@ -85,22 +73,31 @@ def build_loop(
             "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=context.world_size),
         }
 
-    held_out = None if data.heldout is None else partial(run_evaluation, recipe, model, task, data, context)
     return Loop(
         stepper,
-        _batches(recipe, data, context),
-        lr_schedule(settings),
-        evaluate=held_out,
+        _build_batches(run, context),
+        Schedule.from_recipe(settings),
+        evaluate=None if data.heldout is None else partial(evaluate_heldout, run, model, context),
         checkpointer=checkpointer,
         sink=Sink(),
         memory=memory,
         energy=energy,
-        facts=facts,
+        model_stats=model_stats,
+        fingerprint=data.info.get("fingerprint"),
+        recipe=recipe.model_dump(mode="json"),
+        first_phase=describe_first_step(recipe),
     )
 
 
+def describe_first_step(recipe: Recipe) -> str:
+    """Return why the first step of a run takes longer than later ones."""
+    if recipe.train.compile:
+        return "compiling the model in the first step"
+    return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
+
+
 def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of a run, whose groups know the rate that a schedule multiplies as `initial_lr`."""
+    """Build the optimizer of a run; `initial_lr` of each group is its peak rate, which the schedule scales."""
     rates = recipe.optim.rates | ({} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr))
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay, **rates))
     options = recipe.optim.options
@@ -115,7 +112,8 @@ def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.de
     )
 
 
-def _batches(recipe: Recipe, data: TaskData, context: DistContext) -> BatchSource:
+def _build_batches(run: ResolvedRun, context: DistContext) -> BatchSource:
+    recipe, data = run.recipe, run.prepared_data
     return BatchSource(
         data.train,
         data.collate,
@@ -128,52 +126,33 @@ def _batches(recipe: Recipe, data: TaskData, context: DistContext) -> BatchSourc
     )
 
 
-def lr_schedule(settings: TrainSection) -> Schedule:
-    """Return when what happens in a run, as its recipe says."""
-    factor = partial(
-        lr_factor,
-        steps=settings.steps,
-        schedule=settings.schedule,
-        warmup=settings.warmup,
-        decay=settings.decay,
-        min_ratio=settings.min_lr_ratio,
-    )
-    return Schedule(
-        steps=settings.steps,
-        lr_factor=factor,
-        eval_every=settings.eval_every,
-        checkpoint_every=settings.checkpoint_every,
+def build_tensor_training(recipe: Recipe) -> TensorTraining:
+    """Build the merges and rank adaptation of a run's TT layers; without a section `tensor` they do nothing."""
+    return TensorTraining(
+        recipe.tensor,
+        steps=recipe.train.steps,
+        core_bytes=None if recipe.tensor is None else core_bytes(recipe),
+        merges=not recipe.optim.release_gradients,
     )
 
 
-def build_methods(recipe: Recipe) -> list[Method]:
-    """The methods that take part in a run."""
-    if recipe.tensor is None:
-        return []
-    from scantling.trainer.training.tensor import TensorMethod
-
-    return [
-        TensorMethod(
-            recipe.tensor,
-            steps=recipe.train.steps,
-            core_bytes=core_bytes(recipe),
-            merges=not recipe.optim.release_gradients,
-        )
-    ]
+_CONVERSION_SEED = 1 << 32
+"""Added to the seed for conversions, so that random cores are not drawn like the weights."""
 
 
-_OF_METHODS = 1 << 32
-"""Added to the seed for what methods draw, such as cores, so that they do not draw what the weights did."""
+def build_run_model(run: ResolvedRun) -> Any:
+    """Build the model of a run on the CPU, with its initial weights.
 
-
-def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequence[Method] = ()) -> Any:
-    """The model of a run on the CPU, with the weights it starts from."""
+    Raises:
+        UserError: the model does not fit the data or the recipe.
+    """
+    recipe, task, data = run.recipe, run.task, run.prepared_data
     model = build_model(
         recipe.model,
         task,
-        vocab_size=data.vocab_size,
+        vocab_size=run.sizes.vocab_size,
         seq_len=recipe.data.longest,
-        config_overrides=task.config_overrides(data),
+        config_overrides=run.sizes.config_overrides,
         seed=recipe.train.seed,
     )
     task.check_model(model, data)
@@ -183,33 +162,12 @@ def build_run_model(recipe: Recipe, task: Task, data: TaskData, methods: Sequenc
             "out"
         )
     with torch.random.fork_rng([]):
-        torch.manual_seed(recipe.train.seed + _OF_METHODS)
-        model = convert_model(model, recipe)
-        for method in methods:
-            model = method.prepare(model)
-    return model
-
-
-def run_evaluation(
-    recipe: Recipe, model: torch.nn.Module, task: Task, data: TaskData, context: DistContext
-) -> dict[str, float]:
-    """The held-out metrics of a model. Collectives: those of `evaluate`."""
-    if data.heldout is None:
-        raise UserError("nothing is held out: data.heldout is 0 and data.validation is not given")
-    batches = eval_batches(
-        data.heldout,
-        data.collate,
-        recipe.micro_batch_size(context.world_size),
-        rank=context.rank,
-        world_size=context.world_size,
-        max_samples=recipe.train.eval_samples,
-        workers=0,
-    )
-    return evaluate(model, task, data, batches, context, compute=recipe.precision.autocast(context.device.type))
+        torch.manual_seed(recipe.train.seed + _CONVERSION_SEED)
+        return convert_model(model, recipe)
 
 
 def build_exchange(section: CommSection, context: DistContext, clip: float | None) -> GradientExchange:
-    """What the processes exchange; gradients are left as they are where there is only one.
+    """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
         clip: largest norm of a gradient; an exchange of momentum clips by it, others leave it to the step.

@@ -1,7 +1,7 @@
-"""What a run would find here: versions, hardware, interfaces, and what passes between each pair of processes.
+"""Network check: interfaces, and latency and bandwidth between each pair of processes.
 
-Latency is half a round trip of 8 bytes; bandwidth that of one message from one process to the other, made larger until
-it takes long enough to be measured, less a round trip. All pairs are measured one after the other, in both directions.
+Latency is half a round trip of 8 bytes. Bandwidth is that of one message, enlarged until it takes long enough to be
+measured, minus a round trip. All pairs are measured one after the other, in both directions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Pair:
-    """What passes from one process to another.
+    """Connection from one process to another.
 
     Attributes:
         source, target: ranks.
-        latency_s: of a small message, one way.
-        bytes_a_s: of a large one.
+        latency_s: one-way latency of a small message.
+        bytes_a_s: bandwidth for a large message.
     """
 
     source: int
@@ -47,12 +47,12 @@ class Pair:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Network interfaces of this machine: name, whether it is up, Mbit/s where it says so, IPv4 address."""
-    found = []
+    """Return the network interfaces of this machine: name, state, Mbit/s if known, IPv4 address."""
+    rows = []
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         speed = _read(folder / "speed")
-        found.append(
+        rows.append(
             {
                 "name": name,
                 "state": _read(folder / "operstate") or "unknown",
@@ -60,40 +60,40 @@ def interfaces() -> list[dict[str, Any]]:
                 "address": _address(name),
             }
         )
-    return found
+    return rows
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that say how processes find each other, where they are set."""
+    """Return the environment variables that processes use to find each other, if set."""
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def measure_pairs(context: DistContext) -> list[Pair]:
-    """Latency and bandwidth of all pairs, on every rank. Collectives: a barrier a pair, sends, and a gather.
+    """Return latency and bandwidth of all pairs, on every rank. Collectives: a barrier per pair, sends, a gather.
 
     Raises:
-        RunError: a process does not answer.
+        RunError: a process does not respond.
     """
     own: list[Pair] = []
-    told = "before any pair was measured a process did not answer"
+    symptom = "a process did not respond before the first pair was measured"
     for source, target in permutations(range(context.world_size), 2):
         try:
             dist.barrier()  # all wait for the pair before
-            told = f"between rank {source} and rank {target} nothing came through"
-            found = _pair(context, source, target)
+            symptom = f"no message arrived between rank {source} and rank {target}"
+            pair = _measure_pair(context, source, target)
         except RuntimeError as error:
             raise RunError(
-                f"{told}: {first_line(error)}. Look at firewalls, at MASTER_ADDR, and at GLOO_SOCKET_IFNAME, "
-                "which names the interface to use"
+                f"{symptom}: {first_line(error)}. Check firewalls, MASTER_ADDR, and GLOO_SOCKET_IFNAME, which names "
+                "the interface to use"
             ) from error
-        if found is not None:
-            own.append(found)
+        if pair is not None:
+            own.append(pair)
     return [Pair(**pair) for pairs in context.all_gather_object([vars(pair) for pair in own]) for pair in pairs]
 
 
 def measure_allreduce(context: DistContext) -> float:
-    """Seconds of an all-reduce of 4 MiB over all processes, the median of some."""
+    """Return the median seconds of an all-reduce of 4 MiB over all processes."""
     values = torch.zeros(_ALLREDUCE_BYTES // 4, device=context.device)
     times = []
     for _ in range(5):
@@ -105,11 +105,11 @@ def measure_allreduce(context: DistContext) -> float:
     return statistics.median(times)
 
 
-def _pair(context: DistContext, source: int, target: int) -> Pair | None:
-    """What the source measures; the target answers.
+def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None:
+    """Measure on the source, answer on the target; None on all other ranks and on the target.
 
-    On a GPU sends and receives return once they are queued: the source reads what it received before it stops a clock,
-    and waits for its device before it starts one.
+    On a GPU sends and receives return once they are queued, so the source reads a received value before it stops the
+    clock, and waits for its device before it starts it.
     """
     if context.rank not in (source, target):
         return None

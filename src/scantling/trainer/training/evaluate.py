@@ -10,23 +10,36 @@ import torch
 from torch import nn
 
 from scantling.distributed.context import DistContext
+from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
-from scantling.trainer.data.loader import Batch
+from scantling.trainer.data.loader import Batch, eval_batches
+from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.tasks.base import Task, TaskData
 
 
-@contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
-    """The context in which what is rounded by chance is the same each time; global generators are put back after it."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else []):
-        torch.default_generator.manual_seed(0)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        yield
+def evaluate_heldout(run: ResolvedRun, model: nn.Module, context: DistContext) -> dict[str, float]:
+    """Return the held-out metrics of a model. Collectives: those of `evaluate`.
+
+    Raises:
+        UserError: the run has no held-out data.
+    """
+    recipe, data = run.recipe, run.prepared_data
+    if data.heldout is None:
+        raise UserError(
+            "nothing is held out: data.heldout is 0 and data.validation is not given; set one of the two in the recipe"
+        )
+    batches = eval_batches(
+        data.heldout,
+        data.collate,
+        recipe.micro_batch_size(context.world_size),
+        rank=context.rank,
+        world_size=context.world_size,
+        max_samples=recipe.train.eval_samples,
+        workers=0,
+    )
+    return evaluate(model, run.task, data, batches, context, compute=recipe.precision.autocast(context.device.type))
 
 
 @torch.no_grad()
@@ -39,10 +52,10 @@ def evaluate(
     *,
     compute: str = "fp32",
 ) -> dict[str, float]:
-    """The task's metrics over `batches`, summed over all processes; mode and global generators are put back.
+    """Return the task's metrics over `batches` of all processes; mode and global generators are restored.
 
-    Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs where the
-    task has some. The forward passes have none, so ranks may hold different numbers of batches.
+    Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs if the
+    task has some. The forward passes have none, so ranks may have more or fewer batches.
     """
     sums: dict[str, torch.Tensor] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
@@ -51,7 +64,7 @@ def evaluate(
         value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
-    with eval_mode(model), same_draws(context.device), keep_merged(model):
+    with eval_mode(model), fixed_rng(context.device), keep_merged(model):
         for batch in batches:
             batch = batch.to(context.device, non_blocking=True)
             with autocast(compute, context.device):
@@ -63,18 +76,30 @@ def evaluate(
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
-    known = context.all_gather_object([sorted(sums), sorted(own)])
-    names = sorted(set().union(*(summed for summed, _ in known)))
+    # a rank without batches does not know the names, so they are gathered first
+    by_rank = context.all_gather_object([sorted(sums), sorted(own)])
+    names = sorted(set().union(*(its_sums for its_sums, _ in by_rank)))
     values = torch.stack(
         [sums.get(name, torch.zeros((), dtype=torch.float64, device=context.device)) for name in names]
     )
-    totals = dict(zip(names, context.all_reduce(values).tolist(), strict=True))
-    figures = task.metrics(totals, data)
-    if any(collected for _, collected in known):
+    metrics = task.metrics(dict(zip(names, context.all_reduce(values).tolist(), strict=True)), data)
+    output_names = sorted(set().union(*(its_outputs for _, its_outputs in by_rank)))
+    if output_names:
         joined = {}
-        for name in sorted(set().union(*(collected for _, collected in known))):
-            parts = context.all_gather_arrays(own.get(name, np.zeros(0, np.float32)))
-            held = zip(parts, known, strict=True)
-            joined[name] = np.concatenate([part for part, (_, collected) in held if name in collected])
-        figures |= task.output_metrics(joined)
-    return figures
+        for name in output_names:
+            parts = zip(context.all_gather_arrays(own.get(name, np.zeros(0, np.float32))), by_rank, strict=True)
+            joined[name] = np.concatenate([part for part, (_, its_outputs) in parts if name in its_outputs])
+        metrics |= task.output_metrics(joined)
+    return metrics
+
+
+@contextmanager
+def fixed_rng(device: torch.device) -> Iterator[None]:
+    """Context with fixed seeds, so that stochastic rounding is repeatable; global generators are restored after it."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(0)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        yield

@@ -1,7 +1,4 @@
-"""What a run uses, as the machine itself counts it: memory, energy, time per phase.
-
-A missing meter gives None, never a guess.
-"""
+"""Meters of a run: memory, energy, time per phase. A missing meter gives None, never an estimate."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from scantling.trainer.rss import peak_rss_bytes, reset_peak_rss, rss_bytes
 class MemoryMeter:
     """Peak memory of this process: allocated device memory on a GPU, the resident set on a CPU.
 
-    `base_bytes` is what the process held before the model was built (the interpreter and the libraries).
+    `base_bytes` is the memory of the process before the model was built (interpreter and libraries).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,16 +29,16 @@ class MemoryMeter:
             self.base_bytes = rss_bytes()
 
     def peak_bytes(self) -> int:
-        """Highest use since this meter was made, in bytes."""
+        """Return the peak since this meter was made, in bytes."""
         if self.source == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return peak_rss_bytes()
 
 
 class EnergyMeter:
-    """Energy since the meter was made, from NVML (GPU) or RAPL (CPU package), or None where neither can be read.
+    """Energy since the meter was made, from NVML (GPU) or RAPL (CPU package); None if neither can be read.
 
-    It is that of one GPU or of one machine: other GPUs and machines of a run are not in it.
+    It covers one GPU or one machine, without other GPUs and machines of the run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +52,7 @@ class EnergyMeter:
             self._start = reader()
 
     def joules(self) -> float | None:
-        """Joules used since the start by the device (all its processes), or None without a meter."""
+        """Return the joules that the device used since the start, by all its processes; None without a meter."""
         return None if self._read is None else self._read() - self._start
 
 
@@ -67,7 +64,7 @@ def _nvml_reader(device: torch.device) -> Callable[[], float] | None:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # any failure of the driver or the package means: no meter
+    except Exception:  # without a working driver and package there is no meter
         return None
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
 
@@ -95,7 +92,7 @@ def _rapl_reader() -> Callable[[], float] | None:
 
 
 class Stopwatch:
-    """Seconds per phase of one step. On a GPU it records events, and `read` waits for the last of them."""
+    """Timer of the phases of one step. On a GPU it records events, and `read` waits for the last one."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -106,14 +103,14 @@ class Stopwatch:
         self._marks = [("", self._now())]
 
     def lap(self, phase: str) -> None:
-        """The time since the last mark belongs to `phase`."""
+        """Assign the time since the last mark to `phase`."""
         if self._paused:
             return
         self._marks.append((phase, self._now()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Laps in here leave no mark: the time goes to the next one after it."""
+        """Suspend lap recording; elapsed time counts towards the next lap."""
         self._paused = True
         try:
             yield
@@ -128,7 +125,7 @@ class Stopwatch:
         return event
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase; laps with the same name are added."""
+        """Return seconds by phase; laps with the same name are added."""
         seconds: dict[str, float] = {}
         if self._cuda:
             torch.cuda.synchronize()

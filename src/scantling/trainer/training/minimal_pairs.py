@@ -1,18 +1,18 @@
-"""How often a language model finds the acceptable sentence of a minimal pair more probable than the other.
+"""Accuracy on minimal pairs: how often a language model assigns the acceptable sentence the higher probability.
 
-The score of a sentence is the sum of the log-probabilities of its tokens. The first one is conditioned on what stands
-before a document in training: what the tokenizer puts before a text, or the token between documents. If the tokenizer
-has neither, the first token has nothing before it and is left out. What follows a sentence is not scored. Sums are not
-divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
+The score of a sentence is the sum of the log-probabilities of its tokens. The first one is conditioned on the start of
+a document in training: the tokens that the tokenizer puts before a text, or the token between documents. If the
+tokenizer has neither, the first token has no condition and is not scored, nor are tokens after the sentence. Sums are
+not divided by lengths, as in Warstadt et al. (arXiv 1912.00582).
 
-Sentences of one length go through the model together, without padding: with granularity `tensor`, activations, keys and
-values share one scale with the padding. They still share it with all sentences of the batch.
+Sentences of one length form a batch without padding, because with granularity `tensor` activations, keys and values
+would share one scale with the padding. They still share it with all sentences of the batch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,44 @@ from scantling.trainer.data.blimp import MinimalPair, read_pairs
 from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Ids, Tokenizer
 from scantling.trainer.tasks.base import model_config
-from scantling.trainer.training.evaluate import same_draws
-from scantling.trainer.training.trained import opened
+from scantling.trainer.training.evaluate import fixed_rng
+from scantling.trainer.training.trained_run import open_run
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 16384
 BATCH_LOGITS = 1 << 26
-"""Most numbers in the logits of one batch."""
+"""Maximum number of elements in the logits of one batch."""
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 
 
 def evaluate_pairs(
     run_dir: str | Path, files: Sequence[str], *, limit: int | None = None, device: str | None = None
-) -> Figures:
-    """Score minimal pairs with the newest whole checkpoint of a run.
+) -> Metrics:
+    """Score minimal pairs with the newest complete checkpoint of a run.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
         files: as of `read_pairs`.
-        limit: of pairs, evenly spread over all. Default: none is left out.
-        device: auto, cpu or cuda. Default: what its recipe names.
+        limit: number of pairs, evenly spread over all. Default: all.
+        device: auto, cpu or cuda. Default: `train.device` of its recipe.
 
     Returns:
-        `step`, and `accuracy`, `interval` (95 %, Wilson), `correct` and `count` of all pairs; the same of each under
+        `step`, and `accuracy`, `interval` (95 %, Wilson), `correct` and `count` of all pairs; the same for each one in
         `phenomena` and `paradigms`.
 
     Raises:
-        UserError: no such run, a run of another task, pairs that cannot be read, a sentence longer than the max_length.
+        UserError: no such run, a run of another task, pairs that cannot be read, or a sentence longer than the context.
     """
     pairs = read_pairs(files)
     if limit is not None and limit < len(pairs):
         pairs = [pairs[index * len(pairs) // limit] for index in range(limit)]
-    wanted = "minimal pairs want a causal language model, which gives each sentence a probability"
-    with opened(run_dir, device=device, causal=wanted) as run:
+    reason = "minimal pairs need a causal language model, which gives each sentence a probability"
+    with open_run(run_dir, device=device, causal=reason) as run:
         tokenizer, seq_len = run.data.tokenizer, run.recipe.data.seq_len
         if tokenizer is None:
-            raise UserError(f"{run_dir} was trained on ids alone (data.bin); name their tokenizer in data.tokenizer")
+            raise UserError(f"{run_dir} was trained on token ids (data.bin); name their tokenizer in data.tokenizer")
         longest = max(map(len, tokenizer.encode_batch([text for pair in pairs for text in (pair.good, pair.bad)])))
         if longest > seq_len:
             logger.warning(
@@ -79,7 +79,7 @@ def evaluate_pairs(
 def prefers_good(
     model: torch.nn.Module, tokenizer: Tokenizer, pairs: Sequence[MinimalPair], *, compute: str = "fp32"
 ) -> npt.NDArray[np.bool_]:
-    """Whether the model finds the good sentence of each pair strictly more probable, (pairs,).
+    """Return True for each pair whose good sentence is strictly more probable, (pairs,).
 
     Raises:
         UserError: a sentence is longer than the model's context.
@@ -95,12 +95,12 @@ def prefers_good(
 def log_probabilities(
     model: torch.nn.Module, sentences: Sequence[Ids], *, prefix: Sequence[int], compute: str = "fp32"
 ) -> npt.NDArray[np.float64]:
-    """The log-probability of each sentence in nats, (sentences,); the model's mode is put back.
+    """Return the log-probability of each sentence in nats, (sentences,); the model's mode is restored.
 
     Args:
         model: a causal language model of transformers.
         sentences: ids, without special tokens.
-        prefix: ids on which the first token is conditioned; without any the first token is left out.
+        prefix: ids before the first token; without any, the first token is not scored.
         compute: format of matrix products, as in a recipe.
 
     Raises:
@@ -117,7 +117,7 @@ def log_probabilities(
         )
     device = next(model.parameters()).device
     scores = np.zeros(len(rows))
-    with eval_mode(model), same_draws(device), keep_merged(model):
+    with eval_mode(model), fixed_rng(device), keep_merged(model):
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
             ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):
@@ -128,7 +128,7 @@ def log_probabilities(
 
 
 def _batches(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
-    """Numbers of sentences of one length, as many as fit into a batch; those without a token are left out."""
+    """Yield batches of indices of sentences of one length; sentences without a token are skipped."""
     budget = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocab_size))
     batch: list[int] = []
     for number in sorted((number for number, length in enumerate(lengths) if length > 0), key=lambda n: lengths[n]):
@@ -140,23 +140,21 @@ def _batches(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
         yield batch
 
 
-def tally(pairs: Sequence[MinimalPair], right: npt.NDArray[np.bool_]) -> Figures:
-    """Accuracies with their intervals, of all pairs and by phenomenon and paradigm, in the order of their names."""
+def tally(pairs: Sequence[MinimalPair], right: npt.NDArray[np.bool_]) -> Metrics:
+    """Return accuracies with their intervals: of all pairs, and by phenomenon and paradigm in order of their names."""
     return {
-        **_share(right),
-        "phenomena": _by(pairs, right, lambda pair: pair.phenomenon),
-        "paradigms": _by(pairs, right, lambda pair: pair.paradigm),
+        **_accuracy(right),
+        "phenomena": _accuracy_by([pair.phenomenon for pair in pairs], right),
+        "paradigms": _accuracy_by([pair.paradigm for pair in pairs], right),
     }
 
 
-def _by(
-    pairs: Sequence[MinimalPair], right: npt.NDArray[np.bool_], name_of: Callable[[MinimalPair], str]
-) -> dict[str, Figures]:
-    names = np.array([name_of(pair) for pair in pairs])
-    return {str(name): _share(right[names == name]) for name in np.unique(names)}
+def _accuracy_by(names: Sequence[str], right: npt.NDArray[np.bool_]) -> dict[str, Metrics]:
+    by_pair = np.array(names)
+    return {str(name): _accuracy(right[by_pair == name]) for name in np.unique(by_pair)}
 
 
-def _share(right: npt.NDArray[np.bool_]) -> Figures:
+def _accuracy(right: npt.NDArray[np.bool_]) -> Metrics:
     from scipy.stats import binomtest
 
     correct, count = int(right.sum()), len(right)

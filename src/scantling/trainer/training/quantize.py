@@ -1,4 +1,4 @@
-"""Quantise the weights of a trained run, and write them packed."""
+"""Quantize the weights of a trained run, and write them packed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from scantling.precision.training import restore
 from scantling.precision.weights import Method, QuantizedWeight, quantize_weights, quantized_weights
 from scantling.trainer.data.loader import eval_batches
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.training.trained import Trained, opened
+from scantling.trainer.training.trained_run import TrainedRun, open_run
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a law says that quantisation adds to the loss.
+    """Increase of the loss by quantization that a scaling law predicts.
 
     Attributes:
         law: its name.
-        source: where its constants come from.
-        degradation: nats a token; None where it says that training at these bits diverges.
-        fitted: the range of each variable in the runs of its constants.
-        outside: in words, what of this run lies outside of it.
-        unknown: what was trained in few bits, and the law knows nothing of.
+        source: source of its constants.
+        degradation: nats per token; None if the law predicts that training at these bits diverges.
+        fitted: range of each variable in the runs from which the constants were fitted.
+        outside: descriptions of variables of this run that are outside of their range.
+        unknown: parts trained in low precision that the law does not model.
     """
 
     law: str
@@ -51,21 +51,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class QuantizedRun:
-    """What `quantize_run` did.
+    """Result of `quantize_run`.
 
     Attributes:
-        folder: that was written.
-        step: of the checkpoint.
-        quantizer: how weights were quantised, in words.
+        folder: the folder that was written.
+        step: step of the checkpoint.
+        quantizer: description of the quantizer of the weights.
         method: rtn or gptq.
-        before: held-out metrics of the model as it was trained; `after` those of the one that was written.
-        trained: bits of what was rounded in training, by part.
-        predictions: of the laws, for models of language.
-        parameters: of the model, without embeddings and output layer.
-        tokens: it was trained on.
-        weights: what became of each quantised weight.
+        before: held-out metrics before quantization; `after` those after it.
+        trained: number of bits of each part that was rounded in training.
+        predictions: of the scaling laws, for language models.
+        parameters: number of parameters without embeddings and output layer.
+        tokens: number of training tokens.
+        weights: result of each quantized weight.
         saved: bytes on disk.
-        memory: bytes of the weights once they are loaded again, in `dtype`: they are unpacked.
+        memory: bytes of the weights after loading, in `dtype`, because they are unpacked.
         dtype: of the loaded weights, such as fp32.
     """
 
@@ -96,21 +96,21 @@ def quantize_run(
     dequantized: bool = False,
     device: str | None = None,
 ) -> QuantizedRun:
-    """Quantise the newest whole checkpoint of a run, with calibration on its own training data.
+    """Quantize the newest complete checkpoint of a run, with calibration on its own training data.
 
     Args:
         run_dir: the directory of a run.
         format: of the weights, as of `scantling.quantize_weights`.
         folder: the folder to write; it must not exist or be empty.
         method: rtn or gptq.
-        embeddings: quantise embeddings and the output layer, too.
+        embeddings: quantize embeddings and the output layer, too.
         sequences: training examples to calibrate on, evenly spread over the data.
-        dequantized: write a folder that transformers loads, with the quantised values in the dtype of the model, in
-            place of packed ones.
-        device: auto, cpu or cuda. Default: what the recipe of the run names.
+        dequantized: write a folder that transformers loads, with the quantized values in the dtype of the model instead
+            of packed ones.
+        device: auto, cpu or cuda. Default: `train.device` of the run's recipe.
 
     Raises:
-        UserError: there is no such run, it holds nothing out, or what `quantize_weights` refuses.
+        UserError: there is no such run, it has no held-out data, or as of `quantize_weights`.
         RunError: the folder cannot be written.
     """
     if sequences < 1:
@@ -118,12 +118,12 @@ def quantize_run(
     folder = Path(folder)
     check_new_folder(folder)
     quantizer = Quantizer.from_spec(format, "channel")
-    with opened(run_dir, device=device) as run:
+    with open_run(run_dir, device=device) as run:
         model, task = run.model, run.task
         before = run.evaluate()
         calibration = calibration_batches(run, sequences)
-        taken = (lambda *_: True) if embeddings else None
-        quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=taken)
+        filter_fn = (lambda *_: True) if embeddings else None
+        quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=filter_fn)
         after = run.evaluate()
         weights = quantized_weights(model)
         restore(model, weights="rounded")
@@ -149,9 +149,9 @@ def quantize_run(
 
 
 def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, sequences: int = 128) -> list[float]:
-    """Held-out losses of a trained run, each with its weights quantised in another way; nothing is written.
+    """Return the held-out losses of a trained run after several quantizations; nothing is written.
 
-    They are computed on the device that the run's recipe names.
+    The device is `train.device` of the run's recipe.
 
     Args:
         run_dir: the directory of a run.
@@ -161,19 +161,20 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
     Raises:
         UserError: as of `quantize_run`.
     """
-    found = []
-    with opened(run_dir) as run:
-        needed = any(method != "rtn" for _, method in ways)  # with which rtn would measure errors
+    losses = []
+    with open_run(run_dir) as run:
+        # without calibration rtn skips the measurement of errors
+        needed = any(method != "rtn" for _, method in ways)
         batches = list(calibration_batches(run, sequences)) if needed else []
         for name, method in ways:
-            one = copy.deepcopy(run.model)
-            quantize_weights(one, name, method=method, calibration=None if method == "rtn" else batches)
-            found.append(run.evaluate(one)["eval_loss"])
-    return found
+            model = copy.deepcopy(run.model)
+            quantize_weights(model, name, method=method, calibration=None if method == "rtn" else batches)
+            losses.append(run.evaluate(model)["eval_loss"])
+    return losses
 
 
-def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
-    """`count` training examples, evenly spread, as functions that put a batch through the model as the task does."""
+def calibration_batches(run: TrainedRun, count: int) -> Iterator[Any]:
+    """Yield `count` training examples, evenly spread, as functions that compute the task's loss of a batch."""
     recipe, data = run.recipe, run.data
     for batch in eval_batches(data.train, data.collate, min(recipe.micro_batch_size(), count), max_samples=count):
         batch = batch.to(run.context.device)
@@ -181,7 +182,7 @@ def calibration_batches(run: Trained, count: int) -> Iterator[Any]:
 
 
 def trained_bits(recipe: Recipe) -> dict[str, int]:
-    """The bits of what a run rounds in training, by the keys of its section `precision`."""
+    """Return the number of bits of each part that a run rounds in training, by the keys of its section `precision`."""
     given = recipe.precision.quantized
     return {part: Quantizer.from_spec(each).format.bits for part, each in given.items() if part != "compute"}
 
@@ -189,15 +190,15 @@ def trained_bits(recipe: Recipe) -> dict[str, int]:
 def predictions(
     parameters: int, tokens: int, quantizer: Quantizer, trained: Mapping[str, int]
 ) -> tuple[Prediction, ...]:
-    """What every law with published constants for quantisation after training says.
+    """Return the prediction of each law with published constants for quantization after training.
 
     Args:
-        parameters: without embeddings.
-        tokens: of training.
-        quantizer: of the weights; the laws know its bits alone.
+        parameters: number of parameters without embeddings.
+        tokens: number of training tokens.
+        quantizer: of the weights; the laws depend only on its bits.
         trained: bits in training, by part.
     """
-    found = []
+    results = []
     for name in names():
         kind = find_law(name)
         if "post" not in kind.VARIABLES or not kind.PUBLISHED:
@@ -211,5 +212,5 @@ def predictions(
         fitted = {key: law.fitted_ranges[key] for key in given if key in law.fitted_ranges}
         added = float(after - before) if isfinite(before) else None
         unknown = tuple(part for part in trained if part not in known)
-        found.append(Prediction(name, law.source, added, fitted, tuple(law.outside(**given)), unknown))
-    return tuple(found)
+        results.append(Prediction(name, law.source, added, fitted, tuple(law.outside(**given)), unknown))
+    return tuple(results)

@@ -1,13 +1,13 @@
-"""A whole run, from the recipe to the report, in one order; `training.build` builds each part from its section.
+"""A whole run in one order, from the recipe to the report; `training.build` builds each part from its section.
 
-recipe → validate → data → plan → model → optimizer and exchange → loop → checkpoints → evaluation → report
+recipe → validate → lock → plan → data → model → optimizer and exchange → loop → checkpoints → evaluation → report
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,30 @@ from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.files import write_json
 from scantling.trainer.data.progress import Progress
-from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.fit import Fit, check_fit, silent_plan
-from scantling.trainer.planning.plan import Plan, check_world_size
+from scantling.trainer.planning.plan import Plan
+from scantling.trainer.planning.resolve import ResolvedRun, resolve_run
 from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.loading import RecipeLike
 from scantling.trainer.reporting.html import write_report
 from scantling.trainer.reporting.metrics import read_metrics
 from scantling.trainer.reporting.runs import read_run
-from scantling.trainer.tasks import get_task
-from scantling.trainer.tasks.base import TaskData
+from scantling.trainer.rss import rss_bytes
 from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.claim import check_folder, claim
-from scantling.trainer.training.continuing import check_continues, check_same_data, check_same_recipe, stored_values
-from scantling.trainer.training.graph import check_graph
-from scantling.trainer.training.loop import Outcome, out_of_memory
-from scantling.trainer.training.manifest import read_manifest
+from scantling.trainer.training.cuda_graphs import check_graph
+from scantling.trainer.training.loop import Loop, Outcome, explain_out_of_memory
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.resume import (
+    StartingPoint,
+    check_data,
+    check_same_data,
+    check_same_recipe,
+    describe_changes,
+    find_start,
+)
+from scantling.trainer.training.run_dir import RunDir
+from scantling.trainer.training.run_lock import check_folder, lock_run_dir
 from scantling.trainer.training.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, summary_writer
 
 logger = logging.getLogger(__name__)
@@ -45,13 +50,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left.
+    """Result of a run.
 
     Attributes:
-        run_dir: the folder with everything.
-        status: "done", or "stopped" when a signal ended it after saving.
+        run_dir: the folder with all files of the run.
+        status: "done", or "stopped" if a signal ended it after a checkpoint.
         step: the last step taken.
-        metrics: the figures of `result.json`.
+        metrics: content of `result.json`.
     """
 
     run_dir: Path
@@ -71,14 +76,14 @@ def train(
     progress: Progress | None = None,
     **overrides: Mapping[str, Any],
 ) -> RunResult:
-    """Train a model as a recipe says.
+    """Train a model from a recipe.
 
     Args:
         recipe: path of a YAML file, a mapping, or a `Recipe`; with `resume` also a run directory.
-        run_dir: where the run goes. Default: `runs/<name>`, with a number where that is taken.
-        resume: go on from the newest whole checkpoint in the run directory. A run that torchrun starts again after a
-            process died (`--max-restarts`) does so by itself.
-        force: replace a run that is in `run_dir`.
+        run_dir: directory of the run. Default: `runs/<name>`, with a number if that is taken.
+        resume: continue from the newest complete checkpoint in the run directory. A run that torchrun restarts after a
+            process died (`--max-restarts`) resumes by itself.
+        force: replace an existing run in `run_dir`.
         settings: overrides as text, `train.steps=100`.
         sinks: further receivers of the records.
         progress: shows long preparation of data.
@@ -88,9 +93,9 @@ def train(
         The result; everything else is in its `run_dir`.
 
     Raises:
-        RecipeError: the recipe is wrong; all faults are listed.
+        RecipeError: the recipe is invalid; all faults are listed.
         UserError: data, model folder or run directory cannot be used.
-        RunError: the run could not go on, such as on a full disk or a NaN; what was saved is intact.
+        RunError: the run failed, for example on a full disk or a NaN; saved checkpoints are intact.
 
     Example:
         >>> import scantling as sc
@@ -98,34 +103,22 @@ def train(
         >>> result.metrics["eval_loss"]  # doctest: +SKIP
     """
     with report_errors_to_peers():
-        recipe, run_dir = resolve(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
-        return _train_together(recipe, run_dir, resume=resume, force=force, sinks=sinks, progress=progress)
+        checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
+        with init_distributed(checked.train.device, timeout_s=checked.comm.timeout) as context:
+            check_same_recipe(checked, context)
+            locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
+            try:
+                return _train(checked, locked, context, resume=resume, sinks=sinks, progress=progress)
+            except (RuntimeError, MemoryError) as error:
+                clear = explain_out_of_memory(error)
+                if clear is None:
+                    raise
+                raise clear from None
+            finally:
+                locked.unlock()
 
 
-def _train_together(
-    recipe: Recipe,
-    run_dir: Path | None,
-    *,
-    resume: bool,
-    force: bool,
-    sinks: Sequence[Sink],
-    progress: Progress | None,
-) -> RunResult:
-    with init_distributed(recipe.train.device, timeout_s=recipe.comm.timeout) as context:
-        check_same_recipe(recipe, context)
-        folder, context, resume = claim(run_dir, recipe, context, resume=resume, force=force)
-        try:
-            return _train(recipe, folder, context, resume=resume, sinks=sinks, progress=progress)
-        except (RuntimeError, MemoryError) as error:
-            clear = out_of_memory(error)
-            if clear is None:
-                raise
-            raise clear from None
-        finally:
-            folder.unlock()
-
-
-def resolve(
+def load_run_recipe(
     recipe: RecipeLike,
     run_dir: str | Path | None,
     *,
@@ -133,7 +126,7 @@ def resolve(
     settings: Sequence[str],
     overrides: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Recipe, Path | None]:
-    """The checked recipe with its overrides, and the run directory where known; `recipe` may be a run directory."""
+    """Return the checked recipe with its overrides, and the run directory if known; `recipe` may be a run directory."""
     run_dir = None if run_dir is None else Path(run_dir)
     if isinstance(recipe, str | Path) and Path(recipe).is_dir():
         folder = Path(recipe)
@@ -141,7 +134,7 @@ def resolve(
             raise UserError(f"{folder} is a folder, not a recipe; to go on with the run in it, add --resume")
         if run_dir is not None and run_dir.resolve() != folder.resolve():
             raise UserError(f"give the run directory once: {folder} and --run-dir {run_dir} differ")
-        run_dir, recipe = folder, RunDir(folder).stored_recipe()
+        run_dir, recipe = folder, RunDir(folder).read_recipe()
     elif resume and run_dir is None:
         raise UserError("to resume, give the run directory: scantling train RUN_DIR --resume")
     return load_recipe(recipe, settings, sections=overrides), run_dir
@@ -153,7 +146,7 @@ def check_run(
     """Raise the error with which `train` would refuse a run before its first step; nothing is written.
 
     Returns:
-        The plan against the memory of this machine.
+        The plan compared with the memory of this machine.
 
     Raises:
         UserError: device, run directory or data cannot be used, or the memory is certainly too small.
@@ -161,19 +154,19 @@ def check_run(
     device = device_type(recipe.train.device)
     if run_dir is not None:
         check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
-    _check_extras(recipe, world_size, device)
-    get_task(recipe_task(recipe)).check_data(recipe.data)
+    run = resolve_run(recipe, world_size=world_size, device=device)
+    _check_extras(run)
+    run.task.check_data(recipe.data)
     fit = check_fit(recipe, planned)
     if fit.is_impossible:
         raise UserError(f"the run {fit}")
     return fit
 
 
-def _check_extras(recipe: Recipe, world_size: int, device: str) -> None:
+def _check_extras(run: ResolvedRun) -> None:
     """Raise a UserError if this machine lacks something that a recipe asks for."""
-    check_world_size(recipe, world_size)
-    check_graph(recipe, world_size, device)
-    if recipe.train.tensorboard:
+    check_graph(run.recipe, run.world_size, run.device)
+    if run.recipe.train.tensorboard:
         summary_writer()
 
 
@@ -186,71 +179,32 @@ def _train(
     sinks: Sequence[Sink],
     progress: Progress | None,
 ) -> RunResult:
-    _check_extras(recipe, context.world_size, context.device.type)
-    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
-    checkpoint = checkpointer.newest() if resume else None
-    starts_over = resume and checkpoint is None
-    if starts_over:
-        _check_never_saved(folder, checkpointer, context)
-        resume = False
-    changes_schedule = False
-    if checkpoint is not None:
-        changes_schedule = check_continues(checkpoint, read_manifest(checkpoint), recipe)
-    task = get_task(recipe_task(recipe))
+    """Take a run from its locked directory to its report, one stage after the other."""
     report = Sinks(sinks) if context.is_rank0 else Sink()
-    report.phase("planning")
-    is_warned = _check_memory(recipe, _plan_without_data(recipe, context), context)
-    report.phase("reading the data")
-    data = task.prepare(recipe.data, seed=recipe.train.seed, progress=progress if context.is_rank0 else None)
-    context.wait_for_all()
-    check_same_data(data.info.get("fingerprint"), context)
-    planned = silent_plan(recipe, world_size=context.world_size, device=context.device.type, task_data=data)
-    _check_memory(recipe, planned, context, task_data=data, is_warned=is_warned)
-    _set_determinism(recipe, context)
+    run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
+    _check_extras(run)
+    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
+    start = find_start(folder, checkpointer, recipe, context, resume=resume)
+    run, planned = _plan_and_prepare(run, context, report, progress if context.is_rank0 else None)
+    if start.checkpoint is not None:
+        check_data(start.checkpoint, run.prepared_data.info.get("fingerprint"))
+    if recipe.train.deterministic and context.device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=False)
     report.phase("building the model")
     memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
-    loop = build_loop(recipe, task, data, context, checkpointer, memory=memory, energy=energy)
-    loop.fingerprint, loop.recipe = data.info.get("fingerprint"), stored_values(recipe)
-    context.wait_for_all()  # detects a process that failed to build its model before the timeout
-    loop.first_phase = first_phase(recipe)
-    if checkpoint is not None:
-        report.phase(f"reading {checkpoint}")
-    exact = checkpoint is None or loop.resume(checkpoint)
-    receivers: list[Sink] = []
-
-    def begin() -> None:
-        if not resume:
-            folder.clear()  # not before everything that can be wrong with the new run has been tried
-            folder.note_launch(launch_id())
-            folder.write_recipe(recipe)
-        else:
-            if folder.metrics.exists():
-                read_metrics(folder.metrics)  # a broken line is better known now than after the last step
-            if changes_schedule or not folder.recipe.exists():
-                folder.write_recipe(recipe)
-        folder.write_environment(world_size=context.world_size, device=str(context.device), data=data.info)
-        write_json(folder.plan, planned.to_dict())
-        receivers.append(JsonlSink(folder.metrics))
-        if context.is_rank0:
-            receivers.extend(sinks)
-            if recipe.train.tensorboard:
-                receivers.append(TensorBoardSink(folder.path / "tensorboard"))
-
-    context.run_on_all(begin, taking_part=context.is_writer)
-    loop.sink = Sinks(receivers)
+    loop = build_loop(run, context, checkpointer, memory=memory, energy=energy)
+    context.wait_for_all()  # a process that failed to build its model would keep some backends waiting
+    restores_rng = True
+    if start.checkpoint is not None:
+        report.phase(f"reading {start.checkpoint.path}")
+        restores_rng = loop.resume(start.checkpoint)
+    loop.sink = _open_sinks(run, planned, folder, context, start, sinks)
     name = recipe.name or folder.path.name
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
-    if (folders := describe_run_folders(folder.path, context)) is not None:
-        loop.sink.message(folders)
-    told = loop.stepper.exchange.describe()
-    if told is not None:
-        loop.sink.message(told)
-    if checkpoint is not None:
-        loop.sink.message(f"resumed from {checkpoint}" + ("" if exact else _changes_by_world_size(checkpoint, context)))
-    if starts_over:
-        loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
+    _announce(loop, folder, start, restores_rng=restores_rng)
+    del start  # the manifest of many processes is large
     try:
         outcome = loop.run()
     finally:
@@ -260,40 +214,59 @@ def _train(
     return _finish(folder, name, outcome, context)
 
 
-def _changes_by_world_size(checkpoint: Path, context: DistContext) -> str:
-    """Return what a resume on another number of processes does not restore as it was."""
-    manifest = read_manifest(checkpoint)
-    residuals = " and each exchange starts from the mean of the saved residuals"
-    return (
-        f", saved by {manifest['world_size']} processes, now {context.world_size}: the random generators start again"
-        + (residuals if any(manifest["values"].get("exchange", {}).values()) else "")
-    )
+def _plan_and_prepare(
+    run: ResolvedRun, context: DistContext, report: Sink, progress: Progress | None
+) -> tuple[ResolvedRun, Plan]:
+    """Plan the run, prepare its data, and compare the plan with the memory before and after.
+
+    A second plan is made only if the data changes the sizes of the model. Collectives: those of `_plan_on_main`,
+    `check_same_data` and `_check_memory`, a broadcast, and `wait_for_all` after the data is read.
+    """
+    recipe = run.recipe
+    report.phase("planning")
+    early, is_warned = _plan_on_main(run, context, may_fail=True), False
+    if early is not None:
+        is_warned = _check_memory(run, early, context)
+    report.phase("reading the data")
+    data = run.task.prepare(recipe.data, seed=recipe.train.seed, progress=progress)
+    context.wait_for_all()
+    check_same_data(data.info.get("fingerprint"), context)
+    with_data = replace(run, data=data)
+    keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
+    planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
+    assert planned is not None
+    _check_memory(with_data, planned, context, is_warned=is_warned)
+    return with_data, planned
 
 
-def first_phase(recipe: Recipe) -> str:
-    """Return what the first step of a run does that later steps do not."""
-    if recipe.train.compile:
-        return "compiling the model in the first step"
-    return "capturing CUDA graphs in the first steps" if recipe.train.graph else "first step"
+def _plan_on_main(run: ResolvedRun, context: DistContext, *, may_fail: bool = False) -> Plan | None:
+    """Return the plan of rank 0, on all ranks. Collectives: `wait_for_all`, gathers and a broadcast.
+
+    Args:
+        may_fail: return None if the run cannot be planned, such as before the data is read, instead of raising.
+
+    Raises:
+        UserError: the run cannot be planned.
+    """
+    planned, error = None, None
+    if context.is_rank0:
+        try:
+            planned = silent_plan(run)
+        except UserError as raised:
+            error = raised
+
+    def check() -> None:
+        if error is not None and not may_fail:
+            raise error
+
+    context.wait_for_all()  # a plan of a large model takes longer than a collective may take
+    context.run_on_all(check)
+    values = context.broadcast_object(None if planned is None else planned.to_dict())
+    return planned if context.is_rank0 or values is None else Plan.from_dict(values)
 
 
-def _plan_without_data(recipe: Recipe, context: DistContext) -> Plan | None:
-    """Return the plan as far as it is known before the data is read; None if only the data describes the model."""
-    try:
-        return silent_plan(recipe, world_size=context.world_size, device=context.device.type)
-    except UserError:
-        return None
-
-
-def _check_memory(
-    recipe: Recipe,
-    planned: Plan | None,
-    context: DistContext,
-    *,
-    task_data: TaskData | None = None,
-    is_warned: bool = False,
-) -> bool:
-    """Compare a plan with the memory here, and warn if it is short. Collectives: `wait_for_all`, `run_on_all`.
+def _check_memory(run: ResolvedRun, planned: Plan, context: DistContext, *, is_warned: bool = False) -> bool:
+    """Compare a plan with the memory here, and warn if it is too small. Collectives: `wait_for_all` and `run_on_all`.
 
     Returns:
         True if this call or one before has warned.
@@ -301,55 +274,62 @@ def _check_memory(
     Raises:
         UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
     """
-    fit = None
-    if planned is not None:
-        fit = check_fit(recipe, planned, search=context.is_rank0 and not is_warned, task_data=task_data)
+    fit = check_fit(run.recipe, planned, search=context.is_rank0 and not is_warned, task_data=run.data)
 
     def refuse() -> None:
-        if fit is not None and fit.is_impossible:
+        if fit.is_impossible:
             raise UserError(f"the run {fit}")
 
     context.wait_for_all()  # the search takes rank 0 longer than a collective may take
     context.run_on_all(refuse)
-    if fit is None or fit.fits is not False or is_warned:
+    if fit.fits is not False or is_warned:
         return is_warned
     if context.is_rank0:
         logger.warning("the run %s", fit)
     return True
 
 
-def _check_never_saved(folder: RunDir, checkpointer: Checkpointer, context: DistContext) -> None:
-    """Raise a UserError if a run without a usable checkpoint cannot start from step 0. Collective: a gather."""
+def _open_sinks(
+    run: ResolvedRun, planned: Plan, folder: RunDir, context: DistContext, start: StartingPoint, sinks: Sequence[Sink]
+) -> Sink:
+    """Write the files that describe the run, and open the receivers of its records. Collectives: `run_on_all`."""
+    receivers: list[Sink] = []
+    recipe = run.recipe
 
-    def check() -> None:
-        if (problem := _lost_checkpoint(folder, checkpointer)) is not None:
-            raise UserError(problem)
+    def write() -> None:
+        if start.checkpoint is None:
+            folder.clear()  # late, so that a new run with a fault replaces nothing
+            folder.write_launch(launch_id())
+            folder.write_recipe(recipe)
+        else:
+            if folder.metrics.exists():
+                read_metrics(folder.metrics)  # report a broken line before the first step, not after the last
+            if start.changes_schedule or not folder.recipe.exists():
+                folder.write_recipe(recipe)
+        folder.write_environment(world_size=context.world_size, device=str(context.device), data=run.prepared_data.info)
+        write_json(folder.plan, planned.to_dict())
+        receivers.append(JsonlSink(folder.metrics))
+        if context.is_rank0:
+            receivers.extend(sinks)
+            if recipe.train.tensorboard:
+                receivers.append(TensorBoardSink(folder.path / "tensorboard"))
 
-    context.run_on_all(check, taking_part=context.is_writer)
-
-
-def _lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
-    """Return which checkpoint a run had and has no more, or None if it never saved one."""
-    if checkpointer.steps():
-        reasons = "".join(f"\n  - {reason}" for reason in checkpointer.refused)
-        return f"{folder.path} has no whole checkpoint to resume from; start again with --force{reasons}"
-    if not folder.holds_run():
-        return None
-    folder.check_replaceable()
-    last = read_metrics(folder.metrics).last if folder.metrics.exists() else {}
-    step = last.get("step", 0)
-    every = folder.stored_recipe().train.checkpoint_every
-    if folder.result.exists() or (every is not None and step > every):  # the record of a step precedes its checkpoint
-        return (
-            f"{folder.path} has records up to step {step} and no checkpoint, although one was saved; "
-            f"bring {folder.checkpoints} back, or start again with --force"
-        )
-    return None
+    context.run_on_all(write, taking_part=context.is_writer)
+    return Sinks(receivers)
 
 
-def _set_determinism(recipe: Recipe, context: DistContext) -> None:
-    if recipe.train.deterministic and context.device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=False)
+def _announce(loop: Loop, folder: RunDir, start: StartingPoint, *, restores_rng: bool) -> None:
+    """Send messages on the folders, the exchange and the checkpoint of the run. Collective: a gather."""
+    context = loop.context
+    if (folders := describe_run_folders(folder.path, context)) is not None:
+        loop.sink.message(folders)
+    if (exchange := loop.stepper.exchange.describe()) is not None:
+        loop.sink.message(exchange)
+    if start.checkpoint is not None:
+        changes = "" if restores_rng else describe_changes(start.checkpoint, context)
+        loop.sink.message(f"resumed from {start.checkpoint.path}{changes}")
+    if start.never_saved:
+        loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")
 
 
 def _finish(folder: RunDir, name: str, outcome: Outcome, context: DistContext) -> RunResult:

@@ -1,6 +1,6 @@
-"""SIGTERM, SIGINT and SIGHUP end a run after the step it is in, with a checkpoint; a second one ends it at once.
+"""Stop a run on SIGTERM, SIGINT or SIGHUP after its current step, with a checkpoint; on a second one at once.
 
-Ctrl-C several times in a row is one request, so that it does not cut the checkpoint that it has asked for.
+Rapid repeated Ctrl-C counts as one request, so that it does not interrupt the checkpoint that it asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-
 BURST_S = 1.0
-"""A Ctrl-C within this time after another one belongs to it."""
+"""A Ctrl-C within this time after another one is the same request."""
 _counted = -BURST_S
 _is_interrupted = False
 
 
 def _begins_burst() -> bool:
-    """Return whether a Ctrl-C is the first of a burst, and count it if so."""
+    """Return True if a Ctrl-C is the first of a burst, and start that burst."""
     global _counted
     now = time.monotonic()
     if now - _counted < BURST_S:
@@ -31,7 +30,7 @@ def _begins_burst() -> bool:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once for a burst of Ctrl-C, so that no further one cuts what is put in order."""
+    """Raise KeyboardInterrupt once for a burst of Ctrl-C, so that no further one interrupts the cleanup."""
     global _is_interrupted
     if _begins_burst():
         _is_interrupted = True
@@ -39,19 +38,18 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def was_interrupted() -> bool:
-    """Return whether `interrupt` has raised; imports of other libraries turn a KeyboardInterrupt into other errors."""
+    """Return True if `interrupt` has raised; imports of other libraries turn a KeyboardInterrupt into other errors."""
     return _is_interrupted
 
 
 class StopSignal:
-    """Context in which the first of these signals only sets `received`; then the old handlers come back.
+    """Context in which the first of these signals only sets `received`; later signals get the old handlers.
 
-    The handler of SIGINT stays until a Ctrl-C comes that is not of the same burst.
-
-    One that is ignored, as `nohup` ignores SIGHUP, stays so.
+    The handler of SIGINT stays until a Ctrl-C of another burst. Ignored signals, such as SIGHUP under `nohup`, stay
+    ignored.
 
     Args:
-        again: the handler of further ones, in place of the old ones.
+        again: handler of later signals instead of the old ones.
     """
 
     def __init__(self, again: Any = None) -> None:

@@ -1,11 +1,11 @@
-"""Where the records of a run go: always to `metrics.jsonl`, and to any number of other sinks."""
+"""Receivers of the records of a run: `metrics.jsonl`, TensorBoard, and any number of others."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,67 +19,67 @@ Record = Mapping[str, Any]
 
 
 class Sink:
-    """Receives what happens in a run, on rank 0; every method does nothing unless a sink needs it."""
+    """Receiver of the events of a run, on rank 0; by default every method does nothing."""
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
-        """The run is about to take step `first_step`."""
+        """Called before step `first_step`."""
 
     def phase(self, what: str | None) -> None:
-        """The run works at something that may take long, before its first step too; None when it is done."""
+        """Called when something begins that may take long, also before `start`; with None when it is done."""
 
     def record(self, record: Record) -> None:
-        """One step is done; keys as in `metrics.jsonl`."""
+        """Called after each step; keys as in `metrics.jsonl`."""
 
     def sync(self) -> None:
-        """A checkpoint is about to be written: what was recorded so far must survive with it."""
+        """Called before a checkpoint is written: earlier records must survive a crash."""
 
     def message(self, text: str) -> None:
-        """Something worth a line happened, such as a checkpoint."""
+        """Called with a line for the user, such as a saved checkpoint."""
 
     def close(self) -> None:
-        """The run is over, however it ended."""
+        """Called at the end of the run, after errors too."""
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl`: one object a line, every step, flushed.
+    """Writes `metrics.jsonl`: one JSON object per line and step, flushed.
 
-    When a run goes on, the lines that are there stay; only a last line without its end, torn by a crash, is cut off.
+    A resumed run keeps existing lines, except an incomplete last line after a crash.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            _cut_torn_line(path)
+        with self._run_errors():
+            _remove_incomplete_line(path)
             self._file: IO[str] = open(path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (held until close)
+
+    @contextmanager
+    def _run_errors(self) -> Iterator[None]:
+        """Raise a RunError for an OSError."""
+        try:
+            yield
         except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror or error}") from None
+            raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
     def record(self, record: Record) -> None:
-        try:
+        with self._run_errors():
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
     def sync(self) -> None:
-        try:
+        with self._run_errors():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
     def close(self) -> None:
-        try:
+        with self._run_errors():
             self._file.close()
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror or error}") from None
 
 
 EVENTS_SUFFIX = ".scantling"
-"""End of the names of our TensorBoard events; other files in their folder belong to somebody else."""
+"""Suffix of our TensorBoard event files; other files in their folder belong to other programs."""
 
 
 class TensorBoardSink(Sink):
-    """TensorBoard events in the run directory; needs the extra `tb`."""
+    """Writes TensorBoard events into the run directory; needs the extra `tb`."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = summary_writer()(str(folder), filename_suffix=EVENTS_SUFFIX)
@@ -94,7 +94,7 @@ class TensorBoardSink(Sink):
 
 
 def summary_writer() -> Any:
-    """The class that writes TensorBoard's events.
+    """Return the class that writes TensorBoard events.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -107,7 +107,7 @@ def summary_writer() -> Any:
 
 
 class Sinks(Sink):
-    """Several sinks as one."""
+    """Several sinks that act as one."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -133,12 +133,13 @@ class Sinks(Sink):
             sink.message(text)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # all of them, also after an error
+        with ExitStack() as stack:  # close all, also after an error
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
 
 
-def _cut_torn_line(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
+    """Truncate a file after its last newline; read backwards in blocks, because it may be large."""
     if not path.exists():
         return
     with open(path, "r+b", opener=no_follow) as file:
@@ -147,9 +148,9 @@ def _cut_torn_line(path: Path) -> None:
         while position > 0:
             start = max(0, position - 65536)
             file.seek(start)
-            found = file.read(position - start).rfind(b"\n")
-            if found >= 0:
-                position = start + found + 1
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
                 break
             position = start
         if position != end:

@@ -1,7 +1,7 @@
-"""One optimizer step: batches in, an update and its figures out.
+"""One optimizer step: forward, backward, exchange, check, update.
 
 The loss of a step is the sum over all targets of all micro-batches of all processes, divided by their number. So the
-update does not depend on how the batch was cut into micro-batches and processes, nor on how unevenly targets fell.
+update does not depend on how the batch is divided into micro-batches and processes, even if targets are uneven.
 """
 
 from __future__ import annotations
@@ -11,50 +11,52 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from scantling.comm import GradientExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
+from scantling.numerics.torch_private import found_inf
+from scantling.optim import CAME, ReleaseHandle, release_gradients
 from scantling.trainer.data.loader import Batch
 from scantling.trainer.tasks.base import Task
-from scantling.trainer.training.graph import CudaGraphs, StepGraphs
+from scantling.trainer.training.cuda_graphs import CudaGraphs, StepGraphs
 from scantling.trainer.training.meters import Stopwatch
-from scantling.trainer.training.methods import Method
-from scantling.trainer.training.release import GradientRelease
-from scantling.trainer.training.scaler import SharedGradScaler
+from scantling.trainer.training.tensor_training import TensorTraining
 
 
 @dataclass
 class StepResult:
-    """What one step did."""
+    """Result of one step."""
 
     loss: float
     """Mean loss per target over all processes, in nats, before the update."""
     grad_norm: float
-    """Global gradient norm before clipping; with an exchange of momentum that of this process alone."""
+    """Global gradient norm before clipping; of this process alone with an exchange of momentum."""
     num_tokens: int
-    """Tokens put through the model by all processes, padding left out."""
+    """Tokens of all processes, without padding."""
     skipped: bool
-    """Whether fp16 gradients overflowed, so that the update was left out and the loss scale lowered."""
+    """True if fp16 gradients overflowed: no update, and a lower loss scale."""
     stop: bool
-    """Whether any process was told to stop."""
+    """True if any process received a signal to stop."""
 
 
 class Stepper:
     """Takes optimizer steps.
 
     Collectives of one step with several processes: one all-reduce of the number of targets, those of the exchange, the
-    scaler's, and one all-reduce of four numbers before the update; after a failure one gather of the reasons.
+    scaler's, and one all-reduce of five numbers before the update; after a failure one gather of the reasons.
 
     Args:
         model: the bare model; the exchange wraps it.
+        tensor: TT layers of the model; without any, `TensorTraining(None, ...)`.
         clip: largest global gradient norm, or None.
-        release: where not None, it takes the step within the backward pass, with one process, and without clip or fp16.
+        release: takes the step within the backward pass; with one process, and without clip or fp16.
         compute: "fp32", "bf16" or "fp16".
-        graph: whether the work of a step is captured in CUDA graphs, see `StepGraphs`; with one process, an optimizer
-            that is capturable, and without release or fp16.
+        graph: capture the work of a step in CUDA graphs, see `StepGraphs`; with one process, a capturable optimizer,
+            and without release or fp16.
     """
 
     def __init__(
@@ -65,137 +67,149 @@ class Stepper:
         exchange: GradientExchange,
         context: DistContext,
         *,
-        methods: Sequence[Method] = (),
+        tensor: TensorTraining,
         clip: float | None = 1.0,
         compute: str = "fp32",
         release: GradientRelease | None = None,
         graph: bool = False,
     ) -> None:
         self.model, self.task, self.optimizer, self.exchange, self.context = model, task, optimizer, exchange, context
-        self.methods = list(methods)
+        self.tensor = tensor
         self.clip, self.compute, self.release = clip, compute, release
         self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(context.device)
-        self.graphs = StepGraphs(model, self._unwatched_passes, self._update, CudaGraphs) if graph else None
+        self.graphs = StepGraphs(model, self._run_unwatched_passes, self._update, CudaGraphs) if graph else None
 
     def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
         """Take step `step` (counted from 1).
 
         Raises:
-            NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, but where gradients are released
-                perhaps other parameters, see `GradientRelease`.
+            NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, except perhaps other parameters
+                if gradients are released, see `GradientRelease`.
         """
-        device = self.context.device
-        for method in self.methods:
-            method.before_step(step)
-        counts = torch.tensor(
-            [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)], dtype=torch.float64
-        )
-        counts = self.context.all_reduce(counts.to(device, torch.float32 if device.type == "mps" else torch.float64))
-        share = self.context.world_size / counts[0].float()  # the exchange takes the mean over processes
+        self.tensor.begin_step()
+        counts = self._count_targets(batches)
+        scale = self.context.world_size / counts[0].float()  # the exchange averages over processes
         self.watch.lap("data")
-        replayed = None if self.graphs is None else self.graphs.passes(batches, share)
+        # forward and backward passes, and the exchange
+        replayed = None if self.graphs is None else self.graphs.run_passes(batches, scale)
         if replayed is not None:
             self.watch.lap("backward")
-        loss_sum, norm = replayed or self._passes(batches, share, step)
-        figures = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
+        loss_sum, norm = replayed or self._run_passes(batches, scale, step)
+        # check on all ranks: no NaN or Inf reaches an update
         own_loss = loss_sum.clone()
-        own_skipped = 0.0
-        if self.exchange.local_nonfinite:
-            figures.zero_()
-            own_skipped = float(sum(b.num_targets for b in batches))
-        rest = torch.tensor([float(stop()), own_skipped], dtype=torch.float64, device=device)
-        figures = self.context.all_reduce(torch.cat([figures, rest]))
+        checks = self._reduce_checks(loss_sum, norm, stop(), batches)
+        total, bad_losses, bad_norms, stops, skipped_targets = checks
         self.watch.lap("exchange")
-        total, bad_losses, bad_norms, stops, skipped_targets = figures.tolist()
         targets, tokens = counts.tolist()
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
         if bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
-            self._refuse(step, own_loss)  # before clipping, which would spread a NaN to every gradient
+            self._raise_nonfinite(step, own_loss)  # before clipping, which would spread a NaN to every gradient
+        # clip and update
         if self.graphs is not None and replayed is not None:
-            self.graphs.update()
+            self.graphs.run_update()
         else:
             self._update(norm)
             self.optimizer.zero_grad(set_to_none=True)
         if overflow and self.scaler.get_scale() < 2.0**-16:
             raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
-        reshaped = [method.after_step(step, self.optimizer, self.exchange) for method in self.methods]
-        if any(reshaped):
+        if self.tensor.end_step(step, self.optimizer, self.exchange):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
         return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
 
-    def _passes(self, batches: Sequence[Batch], share: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward passes of all micro-batches, and the exchange: the sum of the losses, the norm."""
+    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the targets and tokens of all processes, (2,), on the device."""
+        device = self.context.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        own = [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)]
+        return self.context.all_reduce(torch.tensor(own, dtype=torch.float64).to(device, dtype))
+
+    def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
+        """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
+        own = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
+        own_skipped = 0.0
+        if self.exchange.local_nonfinite:  # this process's gradient was NaN or Inf and went into no exchange
+            own.zero_()
+            own_skipped = float(sum(b.num_targets for b in batches))
+        rest = torch.tensor([float(stop), own_skipped], dtype=torch.float64, device=own.device)
+        totals: list[float] = self.context.all_reduce(torch.cat([own, rest])).tolist()
+        return totals
+
+    def _run_passes(self, batches: Sequence[Batch], scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Run forward and backward passes of all micro-batches, and the exchange; return loss sum and norm."""
         device = self.context.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with ExitStack() as around:
+        with ExitStack() as contexts:
             if self.release is not None:
-                around.enter_context(self.release.during(step, len(batches)))
-            # an exchange wants all gradients of the last pass in that pass
-            shared = around.enter_context(ExitStack())
-            together = len(batches) if self.context.world_size == 1 else len(batches) - 1
-            for method in self.methods:
-                shared.enter_context(method.passes(self.model, together))
-            for index, batch in enumerate(batches):
+                contexts.enter_context(self.release.release_in_step(step, len(batches)))
+            # the exchange needs all gradients within the last pass, so cores are merged for the passes before it
+            merged = contexts.enter_context(ExitStack())
+            num_merged = len(batches) if self.context.world_size == 1 else len(batches) - 1
+            merged.enter_context(self.tensor.merge_cores(self.model, num_merged))
+            for i, batch in enumerate(batches):
                 batch = batch.to(device, non_blocking=True)
-                last = index == len(batches) - 1
+                last = i == len(batches) - 1
                 self.watch.lap("data")
-                if index == together:
-                    shared.close()
+                if i == num_merged:
+                    merged.close()
                     self.watch.lap("backward")
                 with self.exchange.accumulate(last=last):
                     with autocast(self.compute, device):
                         loss = self.task.loss(self.forward_model, batch).loss
                     loss_sum += loss.detach()
-                    scaled = loss * share
-                    for method in self.methods:
-                        scaled = method.extra_loss(scaled, 1.0 / len(batches))
+                    scaled = self.tensor.add_penalty(loss * scale, 1.0 / len(batches))
                     self.watch.lap("forward")
                     if self.release is not None and last and not torch.isfinite(loss_sum):
-                        self._refuse(step, loss_sum)  # the backward pass would take the step
+                        self._raise_nonfinite(step, loss_sum)  # the backward pass would take the step
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     self.watch.lap("backward")
         self.watch.lap("backward")
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
-        norm = self._total_norm()
-        return loss_sum, norm
+        return loss_sum, self._total_norm()
 
-    def _unwatched_passes(self, batches: Sequence[Batch], share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_unwatched_passes(self, batches: Sequence[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
         with self.watch.paused():
-            return self._passes(batches, share, 0)
+            return self._run_passes(batches, scale, 0)
 
-    def _update(self, norm: torch.Tensor) -> None:
-        self._clip(norm)
+    def _update(self, norm: Tensor) -> None:
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def _total_norm(self) -> Tensor:
+        if self.release is not None:
+            return self.release.total_norm()
+        if self.exchange.norm is not None:
+            return self.exchange.norm
+        return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
     def reshape(self, batch: Batch) -> None:
-        """Let exchange and graphs see the parameters anew: some have other shapes. Collectives: those of `rehearse`."""
-        self.recapture()
+        """Update exchange and graphs after parameters changed their shapes. Collectives: those of `rehearse`."""
+        self.reset_graphs()
         if self.context.world_size > 1:
             self.forward_model = self.exchange.prepare(self.model)
             self.rehearse(batch)
 
-    def recapture(self) -> None:
-        """Drop what was captured: parameters or state are elsewhere than before."""
+    def reset_graphs(self) -> None:
+        """Drop captured graphs after parameters or state moved to other addresses."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.reset()
 
     def close(self) -> None:
-        """Let go of what was captured, for good."""
-        self.recapture()
+        """Drop captured graphs for good."""
+        self.reset_graphs()
         self.graphs = None
 
     def rehearse(self, batch: Batch) -> None:
-        """Pass a batch through the model and the exchange, and throw the gradients away.
+        """Pass a batch through the model and the exchange, and discard the gradients. Collectives: the exchange's.
 
-        DDP lays its buckets out anew after its first pass, and over more than two processes the place of a gradient in
-        a bucket decides the order in which it is summed. A resumed run rehearses before it takes its state back, so
-        that its first step is summed as the step of the run that was never stopped. Collectives: the exchange's. An
-        exchange that learns nothing from a pass is left alone.
+        DDP rebuilds its buckets after its first pass, and over more than two processes the position of a gradient in a
+        bucket decides the order of its summation. A resumed run rehearses before it loads its state, so that its first
+        step sums in the same order as in a run without interruption. No-op for an exchange without such buckets.
         """
         if not self.exchange.needs_warm_up_pass:
             return
@@ -205,37 +219,26 @@ class Stepper:
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _total_norm(self) -> torch.Tensor:
-        if self.release is not None:
-            return self.release.total_norm()
-        if self.exchange.norm is not None:
-            return self.exchange.norm
-        return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-
-    def _clip(self, norm: torch.Tensor) -> None:
-        if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
-
-    def _refuse(self, step: int, own_loss: torch.Tensor) -> None:
-        """Say where the first NaN or Inf is, on which rank, and stop; the parameters are untouched."""
+    def _raise_nonfinite(self, step: int, own_loss: Tensor) -> None:
+        """Raise a NonFiniteError with the first NaN or Inf and its rank; the parameters are unchanged."""
         if self.release is not None:
             self.release.check()
-        found: str | None = None
+        own: str | None = None
         if not torch.isfinite(own_loss):
-            found = f"the loss is {float(own_loss)}"
+            own = f"the loss is {float(own_loss)}"
         elif bad := self.exchange.bad_parameters():
-            found = self._first_bad(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
-        everywhere = self.context.all_gather_object((found, self._first_bad(None)))
-        ranks = [(rank, own) for rank, (own, _) in enumerate(everywhere) if own]
-        rank, reason = ranks[0] if ranks else (self.context.rank, everywhere[self.context.rank][1])
-        names = everywhere[rank][1]
-        detail = f"; first bad tensor: {names}" if names and reason != names else ""
+            own = self._first_nonfinite(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
+        by_rank = self.context.all_gather_object((own, self._first_nonfinite(None)))
+        failed = [(rank, reason) for rank, (reason, _) in enumerate(by_rank) if reason]
+        rank, reason = failed[0] if failed else (self.context.rank, by_rank[self.context.rank][1])
+        tensor = by_rank[rank][1]
+        detail = f"; first bad tensor: {tensor}" if tensor and reason != tensor else ""
         raise NonFiniteError(
             f"step {step}, rank {rank}: {reason or 'the gradient norm is not finite'}{detail}; "
             "stopped before the update. Lower optim.lr, lengthen train.warmup, set train.clip, or compute in fp32"
         )
 
-    def _first_bad(self, among: list[str] | None) -> str | None:
+    def _first_nonfinite(self, among: list[str] | None) -> str | None:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None or (among is not None and name not in among):
                 continue
@@ -244,3 +247,75 @@ class Stepper:
                 count = parameter.numel() - int(finite.sum())
                 return f"the gradient of {name} ({count} of {parameter.numel()} values are NaN or Inf)"
         return None
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """A GradScaler with the same decision on all ranks: an overflow on one skips the update on all.
+
+    Collective: one all-reduce of one number in `unscale_` with several processes and scaling on.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.is_enabled() and dist.is_available() and dist.is_initialized():
+            for flag in found_inf(self, optimizer):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
+class GradientRelease:
+    """Takes the step of each parameter within the backward pass and keeps only the norm of its gradient.
+
+    On a CPU a gradient that is not finite stops the run before it is used. On a GPU a check of each gradient would wait
+    for the device each time, so it is found after the step, before anything is saved.
+
+    Args:
+        optimizer: CAME, over parameters of the model.
+        see_gradient: called with each parameter while its gradient exists.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, see_gradient: Callable[[Tensor], None]
+    ) -> None:
+        assert isinstance(optimizer, CAME), "a checked recipe asks for this with came only"
+        self._model, self._optimizer = model, optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._see_gradient = see_gradient
+        self._norms: dict[str, Tensor] = {}  # in the order of the backward pass
+        self._step = 0
+
+    def release_in_step(self, step: int, num_passes: int) -> ReleaseHandle:
+        """Let the last of `num_passes` backward passes take step `step`, until the handle is closed.
+
+        Raises:
+            NonFiniteError: from the backward pass on a CPU, a gradient is NaN or Inf.
+        """
+        self._norms, self._step = {}, step
+        return release_gradients(self._model, self._optimizer, accumulation=num_passes, before_step=self._before_step)
+
+    def total_norm(self) -> Tensor:
+        """Return the global norm of the released gradients."""
+        norms = [self._norms[name] for name in self._names.values() if name in self._norms]
+        return torch.nn.utils.get_total_norm(norms)
+
+    def check(self) -> None:
+        """Raise a NonFiniteError for the first gradient that was not finite."""
+        for name, norm in self._norms.items():
+            self._check_norm(name, norm)
+
+    def _before_step(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        name = self._names[id(parameter)]
+        self._norms[name] = torch.linalg.vector_norm(parameter.grad)
+        if parameter.device.type == "cpu":
+            self._check_norm(name, self._norms[name])
+        self._see_gradient(parameter)
+
+    def _check_norm(self, name: str, norm: Tensor) -> None:
+        if torch.isfinite(norm):
+            return
+        raise NonFiniteError(
+            f"step {self._step}, rank 0: the gradient of {name} is not finite. With optim.release_gradients other "
+            "parameters have taken the step already: resume from the last checkpoint. Lower optim.lr, lengthen "
+            "train.warmup, or leave optim.release_gradients out and set train.clip"
+        )

@@ -13,12 +13,12 @@ import torch
 import scantling as sc
 from scantling.distributed.context import SINGLE_PROCESS, DistContext
 from scantling.errors import UserError
-from scantling.trainer.training import run as training
-from scantling.trainer.training.checkpoint import load_tensors
-from scantling.trainer.training.manifest import read_manifest
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint import Checkpointer, load_tensors
+from scantling.trainer.training.checkpoint_manifest import read_manifest
+from scantling.trainer.training.resume import check_never_saved
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import Sink
-from scantling.trainer.training.trained import evaluate_run
+from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import records, scantling, tiny_recipe, write_corpus, write_recipe
 
 
@@ -106,7 +106,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("train", LENGTHS, ids=lambda train: f"{train['schedule']}-{train['warmup']}")
-def test_resume_with_more_steps_is_the_longer_run(tmp_path: Path, train: dict[str, Any]) -> None:
+def test_resume_with_more_steps_equals_the_longer_run(tmp_path: Path, train: dict[str, Any]) -> None:
     """Also in a second epoch, and from the last checkpoint of a finished run with a constant rate."""
     write_corpus(tmp_path / "corpus.txt", documents=6)
     first = 8 if train["schedule"] == "constant" else 6
@@ -118,7 +118,7 @@ def test_resume_with_more_steps_is_the_longer_run(tmp_path: Path, train: dict[st
         shutil.rmtree(run / "checkpoints" / "step-8")
     assert sc.train(run, resume=True, train={"steps": 16}).step == 16
     same_runs(tmp_path / "straight", run, 16)
-    assert RunDir(run).stored_recipe().train.steps == 16
+    assert RunDir(run).read_recipe().train.steps == 16
     assert evaluate_run(run)["step"] == 16
     shutil.rmtree(run / "checkpoints" / "step-16")
     assert sc.train(run, resume=True).step == 16
@@ -136,7 +136,9 @@ def test_resume_with_more_steps_is_the_longer_run(tmp_path: Path, train: dict[st
         ({"schedule": "constant", "warmup": 0}, 7, r"is at step 8 already; given train\.steps: 7"),
     ],
 )
-def test_resume_with_more_steps_names_the_way(tmp_path: Path, train: dict[str, Any], given: int, message: str) -> None:
+def test_refused_resume_with_more_steps_says_what_to_do(
+    tmp_path: Path, train: dict[str, Any], given: int, message: str
+) -> None:
     run = tmp_path / "run"
     sc.train(tiny_recipe(tmp_path, train=train), run_dir=run)
     before = (run / "recipe.yaml").read_bytes(), (run / "metrics.jsonl").read_bytes()
@@ -145,7 +147,7 @@ def test_resume_with_more_steps_names_the_way(tmp_path: Path, train: dict[str, A
     assert before == ((run / "recipe.yaml").read_bytes(), (run / "metrics.jsonl").read_bytes())
 
 
-def test_resume_with_more_steps_keeps_shares_that_are_given_as_steps(tmp_path: Path) -> None:
+def test_resume_with_more_steps_and_shares_given_as_steps(tmp_path: Path) -> None:
     tensor = {"rank": 4, "size_target": 0.5, "adapt": 0.75, "truncate_every": 2}
     recipe = tiny_recipe(tmp_path, tensor=tensor, train={"schedule": "constant", "warmup": 0.25})
     run = tmp_path / "run"
@@ -158,7 +160,7 @@ def test_resume_with_more_steps_keeps_shares_that_are_given_as_steps(tmp_path: P
     same_runs(tmp_path / "straight", run, 12)
 
 
-def test_more_steps_by_the_command_line(tmp_path: Path) -> None:
+def test_command_line_resumes_with_more_steps(tmp_path: Path) -> None:
     train = {"schedule": "constant", "warmup": 0, "steps": 2}
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train=train))
     run = tmp_path / "run"
@@ -193,7 +195,7 @@ def test_stored_recipe_edited_by_hand_is_refused(tmp_path: Path, key: str) -> No
             action()
 
 
-def test_moved_data_is_still_the_data_of_the_run(tmp_path: Path) -> None:
+def test_moved_data_can_be_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     recipe = tiny_recipe(tmp_path, train={"checkpoint_every": 4})
     sc.train(recipe, run_dir=run)
@@ -204,19 +206,19 @@ def test_moved_data_is_still_the_data_of_the_run(tmp_path: Path) -> None:
     assert sc.train(run, resume=True).step == 8
 
 
-def test_start_over_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_from_step_0_is_checked_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank receives the error, so that none waits for another."""
     run = tmp_path / "run"
     sc.train(tiny_recipe(tmp_path, train={"steps": 1}), run_dir=run)
     shutil.rmtree(run / "checkpoints")
-    told: list[Any] = []
+    gathered: list[Any] = []
 
-    class Noted(DistContext):
-        def gather(self, value: Any) -> list[Any]:
-            told.append(value)
+    class TwoRanks(DistContext):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            gathered.append(value)
             return [value, None]
 
-    saver = training.Checkpointer(run / "checkpoints", SINGLE_PROCESS)
+    checkpointer = Checkpointer(run / "checkpoints", SINGLE_PROCESS)
     with pytest.raises(UserError, match="no checkpoint, although one was saved"):
-        training._check_never_saved(RunDir(run), saver, Noted(0, 2, torch.device("cpu")))
-    assert told[0] is not None
+        check_never_saved(RunDir(run), checkpointer, TwoRanks(0, 2, torch.device("cpu")))
+    assert gathered[0] is not None

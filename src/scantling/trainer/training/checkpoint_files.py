@@ -1,4 +1,4 @@
-"""Removing checkpoints, and nothing else: files of other programs stay, and links are unlinked, never followed."""
+"""Publish and remove checkpoint folders. Files of other programs stay; links are unlinked, never followed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from scantling.trainer.training.index import INDEX, METADATA
-from scantling.trainer.training.manifest import MANIFEST
+from scantling.trainer.training.checkpoint_index import INDEX, METADATA
+from scantling.trainer.training.checkpoint_manifest import MANIFEST
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _TORN = re.compile(_STEP.pattern + r"\.tmp")
@@ -25,12 +25,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """True for a folder with a manifest or an index, whole or damaged; other programs write `step-N` folders too."""
+    """True for a folder with a manifest or an index, damaged or not; other programs write `step-N` folders too."""
     return path.is_dir() and any((path / name).is_file() for name in (MANIFEST, INDEX))
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove our files of one checkpoint, and its folder unless other files are in it. A link is only unlinked.
+    """Remove our files of one checkpoint, and its folder unless it holds other files. A link is only unlinked.
 
     Raises:
         OSError: a file cannot be removed.
@@ -43,19 +43,19 @@ def remove_checkpoint(path: Path) -> None:
             remove_checkpoint(file)
         else:
             file.unlink()
-    with contextlib.suppress(OSError):  # other files are in it
+    with contextlib.suppress(OSError):  # it holds other files
         path.rmdir()
 
 
 def remove_torn(folder: Path) -> None:
-    """Remove what checkpoints that were never finished have left in a folder."""
+    """Remove unfinished checkpoints from a folder."""
     for path in folder.iterdir():
         if _TORN.fullmatch(path.name) and path.is_dir():
             remove_checkpoint(path)
 
 
 def remove_all(folder: Path) -> None:
-    """Remove all checkpoints in a folder, torn ones too, and the folder itself unless other files are in it."""
+    """Remove all checkpoints in a folder, unfinished ones included, and the folder unless it holds other files."""
     remove_torn(folder)
     for step in checkpoint_steps(folder):
         remove_checkpoint(folder / f"step-{step}")
@@ -64,17 +64,17 @@ def remove_all(folder: Path) -> None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Give a finished checkpoint its name. An earlier checkpoint of that name goes; other files in its folder stay.
+    """Rename a finished checkpoint to `target`, which it replaces; files of other programs in the folder stay.
 
     Raises:
-        RuntimeError: something that is not ours has the name.
+        RuntimeError: a file or folder of another program has the name.
         OSError: a file cannot be removed or renamed.
     """
     if target.is_symlink() or _is_checkpoint(target):
         remove_checkpoint(target)
     if target.exists():
         if not target.is_dir() or any(_own_files(target)):
-            raise RuntimeError(f"{target} was not written by this program; move it to another place")
+            raise RuntimeError(f"{target} was not written by this program; move it elsewhere")
         for path in target.iterdir():
             os.rename(path, aside / path.name)
         target.rmdir()
@@ -82,9 +82,9 @@ def publish(aside: Path, target: Path) -> None:
 
 
 def _own_files(path: Path) -> list[Path]:
-    """List what a checkpoint of ours has in its folder, with the manifest first and the index last.
+    """List our files in a checkpoint folder, the manifest first and the index last.
 
-    A removal that is cut short then leaves no checkpoint that looks whole, and one that is still known as ours.
+    In this order an interrupted removal leaves a checkpoint that is visibly damaged, but still known as ours.
     """
     names = sorted(file.name for file in path.iterdir())
     data = [name for name in names if _DATA.fullmatch(name) or (_SUBFOLDER.fullmatch(name) and (path / name).is_dir())]

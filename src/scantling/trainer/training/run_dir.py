@@ -1,4 +1,4 @@
-"""The folder of one run: who may write into it, and the files that say what ran and where."""
+"""Folder of one run: its files, its lock, and a description of the environment."""
 
 from __future__ import annotations
 
@@ -14,41 +14,21 @@ from typing import IO, Any
 
 from scantling.errors import UserError
 from scantling.files import open_lock_file, read_json_object, write_atomic, write_json
-from scantling.trainer.recipe import Recipe, check_recipe, differences, dump_recipe, read_yaml
-from scantling.trainer.training.cleanup import remove_all
+from scantling.trainer.recipe import Recipe, check_recipe, dump_recipe, read_yaml
+from scantling.trainer.training.checkpoint_files import remove_all
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = {
-    "name",
-    "data.workers",
-    "train.checkpoint_every",
-    "train.eval_every",
-    "train.eval_samples",
-    "train.keep_checkpoints",
-    "train.tensorboard",
-}
-"""Keys that a resumed run may change, because they do not change what is computed."""
-SCHEDULED = {
-    "tensor.adapt",
-    "train.decay",
-    "train.min_lr_ratio",
-    "train.schedule",
-    "train.steps",
-    "train.warmup",
-}
-"""Keys that a resumed run may change if the steps so far would have been the same."""
-
 
 class InUseError(UserError):
-    """Another process is writing into the run directory."""
+    """Another process writes into the run directory."""
 
 
 class RunDir:
-    """The paths of one run, and its lock.
+    """Paths of one run, and its lock.
 
-    The lock is the operating system's (flock), so that it ends with the process, however that ends.
+    The lock is the operating system's (flock), so that it is released whenever the process ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,23 +48,23 @@ class RunDir:
 
     @property
     def _written(self) -> list[Path]:
-        """Files that a run writes once, or writes again as a whole."""
+        """Files that a run writes once or replaces; the rest is in folders."""
         return [self.recipe, self.environment, self.plan, self.metrics, self.result, self.report, self.after]
 
     def holds_run(self) -> bool:
-        """Whether a run has been started here."""
+        """Return True if a run was started here."""
         return self.recipe.exists() or self.metrics.exists() or self.checkpoints.exists()
 
-    def was_claimed(self) -> bool:
-        """True if a run has locked this folder before, even if it ended before its first step."""
+    def was_locked(self) -> bool:
+        """Return True if a run has locked this folder before, even if it ended before its first step."""
         return self._lock_file.is_file()
 
     def lock(self) -> None:
-        """Take the folder for this process until `unlock` or its end.
+        """Lock the folder for this process until `unlock` or its end.
 
         Raises:
-            InUseError: another process has it.
-            UserError: it cannot be written.
+            InUseError: another process has locked it.
+            UserError: the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -102,16 +82,19 @@ class RunDir:
             raise InUseError(
                 f"the run directory {self.path} is in use by process {holder}; wait for it or give another --run-dir"
             ) from None
-        except OSError as error:  # file systems that have no locks
+        except OSError as error:  # file systems without locks
             lock.close()
-            raise UserError(f"cannot lock the run directory {self.path}: {error.strerror or error}") from None
+            raise UserError(
+                f"cannot lock the run directory {self.path}: {error.strerror or error}; give a --run-dir on another "
+                "file system"
+            ) from None
         self._lock = lock
-        with contextlib.suppress(OSError):  # a full disk; it is there for messages alone
+        with contextlib.suppress(OSError):  # a full disk; the number is only for messages
             lock.truncate(0)
             os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
 
     def unlock(self) -> None:
-        """Give the folder back."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -119,12 +102,12 @@ class RunDir:
     def clear(self) -> None:
         """Remove a run's files and nothing else.
 
-        A link to a folder that is not empty is only unlinked: who else uses that folder is not known.
+        A link to a folder that is not empty is only unlinked, because other programs may use that folder.
         """
         for folder, remove in ((self.checkpoints, remove_all), (self.tensorboard, _remove_events)):
             if folder.is_symlink():
                 if not folder.is_dir() or any(folder.iterdir()):
-                    logger.warning("%s is removed; it was a link to %s, which stays", folder, folder.readlink())
+                    logger.warning("removed %s, a link; its target %s stays", folder, folder.readlink())
                     folder.unlink()
             elif folder.is_dir():
                 remove(folder)
@@ -133,7 +116,7 @@ class RunDir:
                 path.unlink()
 
     def check_replaceable(self) -> None:
-        """Raise a UserError if `clear` would remove what no run has written."""
+        """Raise a UserError if `clear` would remove files that no run has written."""
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise UserError(f"{self.checkpoints} is not a folder; remove it, or give another --run-dir")
         others = [path.name for path in self._written if path.exists()]
@@ -143,17 +126,21 @@ class RunDir:
                 "Move these files, or give another --run-dir"
             )
 
-    def stored_recipe(self) -> Recipe:
-        """The recipe this run was started with."""
+    def read_recipe(self) -> Recipe:
+        """Return the recipe of this run.
+
+        Raises:
+            UserError: the folder holds no run.
+        """
         if not self.recipe.is_file():
-            hint = "; it ended before its first step: start it with its recipe" if self.was_claimed() else ""
+            hint = "; it ended before its first step: start it with its recipe" if self.was_locked() else ""
             if (self.path / "config.json").exists():
                 hint = "; it is a model folder, which sc.load reads: give the directory of the run that it comes from"
             raise UserError(f"{self.path} holds no run: there is no {self.recipe.name} in it{hint}")
         return check_recipe(read_yaml(self.recipe), str(self.recipe))
 
-    def started_on(self) -> tuple[int, str]:
-        """Return the number of processes and the kind of device of the newest start; 1 and "auto" if unknown."""
+    def read_world(self) -> tuple[int, str]:
+        """Return the number of processes and the type of device of the newest start; 1 and "auto" if unknown."""
         try:
             content = read_json_object(self.environment)
         except UserError:
@@ -163,24 +150,14 @@ class RunDir:
             world_size = 1
         return world_size, device if device in ("cpu", "cuda") else "auto"
 
-    def check_same(self, recipe: Recipe) -> None:
-        """Refuse to go on with a recipe that would compute something else, naming the keys."""
-        lines = [line for line in differences(self.stored_recipe(), recipe) if line.split(":")[0] not in MAY_DIFFER]
-        if any(line.split(":")[0] not in SCHEDULED for line in lines):  # `check_continues` looks at those
-            listed = "\n".join(f"  - {line}" for line in lines)
-            raise UserError(
-                f"cannot resume {self.path} with another recipe; these keys differ (stored -> given):\n{listed}\n"
-                "start a new run in another --run-dir, or give the same recipe"
-            )
-
-    def was_begun_by(self, launch: str) -> bool:
-        """Whether the run in this folder was begun by a launch of torchrun, this one or one before a restart."""
+    def was_started_by(self, launch: str) -> bool:
+        """Return True if a launch of torchrun started the run in this folder; a restart has the same launch."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return self._launch.read_text(encoding="utf-8") == launch
         return False
 
-    def note_launch(self, launch: str) -> None:
-        """Write down which launch of torchrun has begun the run."""
+    def write_launch(self, launch: str) -> None:
+        """Write the id of the launch of torchrun that started the run."""
         write_atomic(self._launch, launch)
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -191,7 +168,7 @@ class RunDir:
 
 
 def _remove_events(folder: Path) -> None:
-    """Remove our TensorBoard events from a folder, and the folder unless other files are in it."""
+    """Remove our TensorBoard events from a folder, and the folder unless it holds other files."""
     for path in folder.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
         path.unlink()
     with contextlib.suppress(OSError):
@@ -199,7 +176,7 @@ def _remove_events(folder: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and the git commit of the working folder, as far as they can be read."""
+    """Return versions, hardware and the git commit of the working folder, as far as they can be read."""
     import numpy
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run (model, optimizer, exchange, random generators), and how they take it back."""
+"""Save and load the states of a run: model, optimizer, exchange, TT ranks, random generators."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,15 +17,16 @@ from scantling.comm.residuals import mean_of_tensors
 from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError
-from scantling.trainer.training.checkpoint import State, load_tensors
-from scantling.trainer.training.index import ranks_held
-from scantling.trainer.training.manifest import read_manifest
+from scantling.trainer.training.checkpoint import Checkpoint, State
+
+if TYPE_CHECKING:
+    from scantling.trainer.training.tensor_training import TensorTraining
 
 logger = logging.getLogger(__name__)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each storage once (of tied parameters, the first name)."""
+    """Return parameters and persistent buffers by name, each storage once (of tied parameters, the first name)."""
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -39,25 +39,28 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_state(model: nn.Module) -> State:
-    """The model's part of a checkpoint."""
+    """Return the model's part of a checkpoint."""
     return State({f"model/{name}": tensor for name, tensor in model_tensors(model).items()})
 
 
-def load_model(model: nn.Module, path: Path) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a model from a checkpoint, in place.
 
     Raises:
         UserError: the names or shapes of the checkpoint and of the model differ.
     """
     wanted = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    stored = load_tensors(path, "model/", wanted)
+    stored = checkpoint.load_tensors("model/", wanted)
     missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unknown:
-        raise UserError(f"{path} does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
+        raise UserError(
+            f"{checkpoint.path} does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}; "
+            "use the recipe that the run was started with"
+        )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """The optimizer's part: state by parameter name, and the hyper-parameters of each group."""
+    """Return the optimizer's part: state by parameter name, and the hyperparameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = State()
     plain: dict[str, dict[str, Any]] = {}
@@ -79,21 +82,24 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
     return state
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Put the stored state back as it was: no dtype is changed, nothing is recomputed.
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Restore the stored state bitwise, with its dtypes.
 
     Raises:
         UserError: the parameter groups of the checkpoint and of the optimizer differ.
     """
-    values = read_manifest(path)["values"]["optimizer"]
+    values = checkpoint.values["optimizer"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if ours != [group["names"] for group in values["groups"]]:
-        raise UserError(f"{path}: its parameter groups are not those of this run's optimizer")
+        raise UserError(
+            f"{checkpoint.path}: its parameter groups differ from those of the optimizer; "
+            "use the recipe that the run was started with"
+        )
     by_name = dict(model.named_parameters())
     on_cpu = set(values["on_cpu"])
     states: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["plain"].items()}
-    for key, tensor in load_tensors(path, "optimizer/").items():
+    for key, tensor in checkpoint.load_tensors("optimizer/").items():
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
         device = torch.device("cpu") if f"{name}/{entry}" in on_cpu else by_name[name].device
         states.setdefault(name, {})[entry] = tensor.to(device)
@@ -108,7 +114,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Pat
 
 
 def exchange_state(exchange: GradientExchange, context: DistContext) -> State:
-    """What each process keeps for the exchange, under keys of its rank. Collective: a gather of JSON values."""
+    """Return the exchange's state of each process, under keys of its rank. Collective: a gather of JSON values."""
     own = exchange.state_dict()
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
     state = State({f"exchange/rank{context.rank}/{key}": value for key, value in tensors.items()})
@@ -117,58 +123,73 @@ def exchange_state(exchange: GradientExchange, context: DistContext) -> State:
     return state
 
 
-def load_exchange(exchange: GradientExchange, path: Path, context: DistContext) -> None:
-    """Give the exchange back what this process kept; from another number of processes, the mean of what all kept.
+def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, context: DistContext) -> None:
+    """Restore this process's state of the exchange; at another world size, the mean over the saved ranks.
 
     Collectives: those of `_rank_tensors`.
     """
-    manifest = read_manifest(path)
-    values = manifest["values"].get("exchange", {})
+    saved_size = checkpoint.manifest["world_size"]
+    values = checkpoint.values.get("exchange", {})
     if not any(values.values()):
         return
-    ranks = range(manifest["world_size"]) if manifest["world_size"] != context.world_size else [context.rank]
-    by_rank = _rank_tensors("exchange", path, ranks, context)
+    ranks = range(saved_size) if saved_size != context.world_size else [context.rank]
+    by_rank = _rank_tensors("exchange", checkpoint, ranks, context)
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
-            "%s: no folder of this run has the residuals of ranks %s; the mean of the others is taken",
-            path,
+            "%s: no folder of this run has the residuals of ranks %s; continuing with the mean of the others",
+            checkpoint.path,
             ", ".join(map(str, lost)),
         )
-    kept = list(by_rank.values())
-    found = kept[0] if len(kept) == 1 else mean_of_tensors(kept)
-    exchange.load_state_dict({**found, **values[str(ranks[0])]})
+    saved = list(by_rank.values())
+    tensors = saved[0] if len(saved) == 1 else mean_of_tensors(saved)
+    exchange.load_state_dict({**tensors, **values[str(ranks[0])]})
 
 
 def _rank_tensors(
-    kind: str, path: Path, ranks: Sequence[int], context: DistContext
+    kind: str, checkpoint: Checkpoint, ranks: Sequence[int], context: DistContext
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the own tensors of ranks by key, without ranks whose state no folder has.
+    """Return the per-rank tensors of some ranks by key, without ranks whose state no folder has.
 
-    Collectives, if ranks see several folders: gathers of who has and who needs what, and broadcasts of the latter. A
-    machine may get another number in each launch.
+    Collectives, if ranks see several folders: gathers of the ranks that each process has and needs, and broadcasts of
+    the missing ones. A machine may have other ranks in each launch.
     """
-    held = ranks_held(path)
-    found = {rank: _own_tensors(kind, path, rank) for rank in ranks if rank in held}
+    held = checkpoint.index.ranks
+    found = {rank: _one_rank(kind, checkpoint, rank) for rank in ranks if rank in held}
     if context.has_separate_folders:
         holders = context.all_gather_object(held)
         needed = context.all_gather_object([rank for rank in ranks if rank not in held])
         for rank in sorted(set().union(*needed)):
-            source = next((number for number, of in enumerate(holders) if rank in of), None)
+            source = next((holder for holder, its_ranks in enumerate(holders) if rank in its_ranks), None)
             if source is not None:
-                own = _own_tensors(kind, path, rank) if context.rank == source else None
+                own = _one_rank(kind, checkpoint, rank) if context.rank == source else None
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
     return {rank: found[rank] for rank in ranks if rank in found}
 
 
-def _own_tensors(kind: str, path: Path, rank: int) -> dict[str, torch.Tensor]:
-    prefix = f"{kind}/rank{rank}/"
-    return {key.removeprefix(prefix): tensor for key, tensor in load_tensors(path, prefix).items()}
+def _one_rank(kind: str, checkpoint: Checkpoint, rank: int) -> dict[str, torch.Tensor]:
+    return _load_section(checkpoint, f"{kind}/rank{rank}/")
+
+
+def _load_section(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): tensor for key, tensor in checkpoint.load_tensors(prefix).items()}
+
+
+def tensor_state(tensor: TensorTraining) -> State:
+    """Return the part of the TT ranks: tensors and JSON values."""
+    own = tensor.state_dict()
+    tensors = {f"tensor/{key}": value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    return State(tensors, {"tensor": {key: value for key, value in own.items() if f"tensor/{key}" not in tensors}})
+
+
+def load_tensor(tensor: TensorTraining, checkpoint: Checkpoint) -> None:
+    """Restore the TT ranks. Call it before model and optimizer load: parameters get their saved shapes."""
+    tensor.load_state_dict({**_load_section(checkpoint, "tensor/"), **(checkpoint.values.get("tensor") or {})})
 
 
 def rng_state(context: DistContext) -> State:
-    """The random generators of this process, under keys of its rank."""
+    """Return the states of this process's random generators, under keys of its rank. Collective: a gather."""
     numpy_name, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     prefix = f"rng/rank{context.rank}"
     state = State(
@@ -184,10 +205,10 @@ def rng_state(context: DistContext) -> State:
     return state
 
 
-def load_rng(path: Path, context: DistContext) -> None:
+def load_rng(checkpoint: Checkpoint, context: DistContext) -> None:
     """Restore this rank's generators, from a checkpoint of the same world size. Collectives: as `load_exchange`."""
-    values = read_manifest(path)["values"]["rng"][str(context.rank)]
-    tensors = _rank_tensors("rng", path, [context.rank], context)[context.rank]
+    values = checkpoint.values["rng"][str(context.rank)]
+    tensors = _rank_tensors("rng", checkpoint, [context.rank], context)[context.rank]
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and context.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["cuda"], context.device)
@@ -197,8 +218,8 @@ def load_rng(path: Path, context: DistContext) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def merge(*states: State) -> State:
-    """One state from several whose keys differ."""
+def merge_states(*states: State) -> State:
+    """Merge states with different keys into one."""
     result = State()
     for state in states:
         result.tensors.update(state.tensors)
@@ -216,5 +237,7 @@ def _is_json(value: Any) -> bool:
 
 def _json_value(value: Any, where: str) -> Any:
     if not _is_json(value):
-        raise RunError(f"optimizer state {where} is a {type(value).__name__}, which a checkpoint cannot hold")
+        raise RunError(
+            f"optimizer state {where} is a {type(value).__name__}; a checkpoint stores tensors and JSON values only"
+        )
     return value

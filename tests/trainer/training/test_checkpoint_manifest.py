@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from scantling.errors import UserError
-from scantling.trainer.training import index, manifest
-from scantling.trainer.training.checkpoint import Checkpointer, State, load_tensors
-from scantling.trainer.training.index import INDEX, METADATA
-from scantling.trainer.training.manifest import MANIFEST, damage, file_digest, read_manifest, write_manifest
-from scantling.trainer.training.states import merge, rng_state
-from tests.trainer.training.test_checkpoint import SINGLE_PROCESS
+from scantling.trainer.training import checkpoint_index, checkpoint_manifest
+from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage, load_tensors
+from scantling.trainer.training.checkpoint_index import INDEX, METADATA
+from scantling.trainer.training.checkpoint_manifest import MANIFEST, file_digest, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_state import merge_states, rng_state
+from tests.trainer.training.test_checkpoint import SINGLE_PROCESS, newest_path
 
 Content = dict[str, Any]
 
@@ -32,7 +32,9 @@ def checkpoint(tmp_path: Path) -> Path:
     values["optimizer"] = {"plain": {"x": {"step": 4}}, "on_cpu": [], "groups": [group]}
     values["exchange"] = {"0": {}}
     state = State({"model/x": torch.arange(100.0), "optimizer/x/m": torch.ones(3, 5, dtype=torch.bfloat16)}, values)
-    return Checkpointer(tmp_path / "checkpoints", SINGLE_PROCESS).save(4, merge(state, rng_state(SINGLE_PROCESS)))
+    return Checkpointer(tmp_path / "checkpoints", SINGLE_PROCESS).save(
+        4, merge_states(state, rng_state(SINGLE_PROCESS))
+    )
 
 
 def rewrite(path: Path, change: Callable[[Content], object]) -> None:
@@ -40,15 +42,15 @@ def rewrite(path: Path, change: Callable[[Content], object]) -> None:
     content = json.loads((path / MANIFEST).read_text())
     del content["checksum"]
     change(content)
-    content["checksum"] = manifest._checksum(content)
+    content["checksum"] = checkpoint_manifest._checksum(content)
     (path / MANIFEST).write_text(json.dumps(content))
 
 
-def test_whole_checkpoint_has_no_damage(checkpoint: Path) -> None:
-    assert damage(checkpoint) is None
+def test_complete_checkpoint_has_no_damage(checkpoint: Path) -> None:
+    assert find_damage(checkpoint) is None
     assert read_manifest(checkpoint)["values"]["optimizer"]["groups"][0]["hyper"]["limit"] == float("inf")
     rewrite(checkpoint, lambda content: None)
-    assert damage(checkpoint) is None, "the helper of these tests writes what is refused anyway"
+    assert find_damage(checkpoint) is None, "the helper of these tests must not break a valid manifest"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_manifest_edited_by_hand_is_damaged(checkpoint: Path, old: str, new: str
     text = (checkpoint / MANIFEST).read_text()
     assert old in text
     (checkpoint / MANIFEST).write_text(text.replace(old, new))
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     with pytest.raises(UserError, match=MANIFEST):
         read_manifest(checkpoint)
 
@@ -78,7 +80,7 @@ def test_emptied_list_of_files_does_not_hide_a_flipped_byte(checkpoint: Path) ->
     data.write_bytes(content)
     for files in ({}, {METADATA: file_digest(checkpoint / METADATA)}):
         rewrite(checkpoint, lambda found, files=files: found.update(files=files))
-        assert damage(checkpoint) is not None
+        assert find_damage(checkpoint) is not None
 
 
 @pytest.mark.parametrize(
@@ -103,30 +105,30 @@ def test_emptied_list_of_files_does_not_hide_a_flipped_byte(checkpoint: Path) ->
 )
 def test_any_json_as_manifest_is_damaged(checkpoint: Path, text: str) -> None:
     (checkpoint / MANIFEST).write_text(text)
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     with pytest.raises(UserError):
         read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX])
-def test_odd_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_manifest_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = checkpoint / name
     file.write_bytes(b"\xff\xfe{")
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.unlink()
     os.mkfifo(file)  # reading it would wait for a writer
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.unlink()
     file.mkdir()
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.rmdir()
     file.symlink_to(file)
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.unlink()
-    monkeypatch.setattr({MANIFEST: manifest, INDEX: index}[name], "MAX_BYTES", 10)
+    monkeypatch.setattr({MANIFEST: checkpoint_manifest, INDEX: checkpoint_index}[name], "MAX_BYTES", 10)
     file.write_text(" " * 11)
     with pytest.raises(UserError, match="11 bytes"):
-        {MANIFEST: read_manifest, INDEX: index.read_index}[name](checkpoint)
+        {MANIFEST: read_manifest, INDEX: checkpoint_index.read_index}[name](checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -162,34 +164,34 @@ def test_odd_file_is_damaged(checkpoint: Path, name: str, monkeypatch: pytest.Mo
         lambda content: content.pop("versions"),
     ],
 )
-def test_manifest_with_a_right_checksum_is_checked_field_by_field(
+def test_fields_of_a_manifest_with_valid_checksum_are_checked(
     checkpoint: Path, change: Callable[[Content], object]
 ) -> None:
     rewrite(checkpoint, change)
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
 
 
 def test_checkpoint_under_the_name_of_another_step_is_damaged(checkpoint: Path) -> None:
     shutil.copytree(checkpoint, checkpoint.with_name("step-9"))
-    assert damage(checkpoint.with_name("step-9")) == "its manifest is that of step 4"
-    assert Checkpointer(checkpoint.parent, SINGLE_PROCESS).newest() == checkpoint
+    assert find_damage(checkpoint.with_name("step-9")) == "its manifest is that of step 4"
+    assert newest_path(Checkpointer(checkpoint.parent, SINGLE_PROCESS)) == checkpoint
 
 
 def test_manifest_of_another_checkpoint_is_damaged(checkpoint: Path) -> None:
     other = Checkpointer(checkpoint.parent / "other", SINGLE_PROCESS).save(4, State({"model/x": torch.zeros(100)}))
     shutil.copy(other / MANIFEST, checkpoint / MANIFEST)
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
 
 
-def test_unlisted_files_are_neither_read_nor_an_obstacle(checkpoint: Path) -> None:
+def test_unlisted_files_are_ignored(checkpoint: Path) -> None:
     before = load_tensors(checkpoint)
     (checkpoint / "__7_0.distcp").write_bytes(b"not ours")
     (checkpoint / "notes.txt").write_text("mine")
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     assert all(torch.equal(tensor, before[key]) for key, tensor in load_tensors(checkpoint).items())
 
 
-def test_state_that_no_manifest_can_hold_is_refused_at_once(checkpoint: Path) -> None:
+def test_state_that_is_no_json_is_refused_at_once(checkpoint: Path) -> None:
     content = read_manifest(checkpoint)
     del content["format"], content["checksum"]
     with pytest.raises(RuntimeError, match=r"values\.tokens"):
@@ -214,13 +216,13 @@ def damaged(content: bytes, source: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, METADATA, "__0_0.distcp"])
-def test_random_damage_is_found_or_changes_nothing(checkpoint: Path, name: str) -> None:
+def test_random_damage_is_detected_or_harmless(checkpoint: Path, name: str) -> None:
     source, file = random.Random(name), checkpoint / name
     content, values, tensors = file.read_bytes(), read_manifest(checkpoint)["values"], load_tensors(checkpoint)
     found = 0
     for _ in range(60):
         file.write_bytes(damaged(content, source))
-        if damage(checkpoint) is not None:
+        if find_damage(checkpoint) is not None:
             found += 1
             continue
         assert json.dumps(read_manifest(checkpoint)["values"]) == json.dumps(values)
@@ -251,13 +253,13 @@ def test_pickled_index_is_never_read(checkpoint: Path, tmp_path: Path) -> None:
     before = load_tensors(checkpoint)
     for content in [*HOSTILE, pickle.dumps(Touch(tmp_path / "harmed"))]:
         (checkpoint / METADATA).write_bytes(content)
-        assert damage(checkpoint) is not None
+        assert find_damage(checkpoint) is not None
         rewrite(checkpoint, lambda found: found["files"].update({METADATA: file_digest(checkpoint / METADATA)}))
-        assert damage(checkpoint) is None
+        assert find_damage(checkpoint) is None
         assert all(torch.equal(tensor, before[key]) for key, tensor in load_tensors(checkpoint).items())
     assert not (tmp_path / "harmed").exists()
     for name in ("torch.distributed.checkpoint.metadata.Metadata", "os.system"):
-        assert name not in Path(index.__file__).read_text()
+        assert name not in Path(checkpoint_index.__file__).read_text()
 
 
 def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -298,12 +300,12 @@ def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -
         lambda tensor: tensor.update(__class__="x"),
     ],
 )
-def test_odd_index_is_refused(checkpoint: Path, change: Callable[[Content], object]) -> None:
+def test_invalid_index_is_refused(checkpoint: Path, change: Callable[[Content], object]) -> None:
     content = json.loads((checkpoint / INDEX).read_text())
     change(content["tensors"]["model/x"])
     (checkpoint / INDEX).write_text(json.dumps(content))
     rewrite(checkpoint, lambda found: found["files"].update({INDEX: file_digest(checkpoint / INDEX)}))
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     with pytest.raises(UserError, match="cannot be read"):
         load_tensors(checkpoint)
 
@@ -315,8 +317,8 @@ def test_any_json_as_index_is_refused(checkpoint: Path, text: str) -> None:
         load_tensors(checkpoint)
 
 
-def test_expanded_and_empty_tensors_come_back(tmp_path: Path) -> None:
+def test_expanded_and_empty_tensors_round_trip(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(1).expand(1000), "b": torch.zeros(0, 3), "c": torch.tensor(3.5), "d": torch.ones(4, 6).T}
     path = Checkpointer(tmp_path, SINGLE_PROCESS).save(1, State(tensors))
-    assert damage(path) is None
+    assert find_damage(path) is None
     assert all(torch.equal(found, tensors[key]) for key, found in load_tensors(path).items())

@@ -18,9 +18,8 @@ from scantling.trainer.data.loader import eval_batches
 from scantling.trainer.data.tokenizers import load_tokenizer
 from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.tasks import get_task
-from scantling.trainer.training.export import export_hf
 from scantling.trainer.training.quantize import quantize_run
-from scantling.trainer.training.trained import evaluate_run, load_trained
+from scantling.trainer.training.trained_run import evaluate_run, export_hf, load_run
 from tests.runs import TINY
 from tests.templates import IDS, TEMPLATES, made_tokenizer
 from tests.trainer.training.test_token_ids import SIZES
@@ -89,7 +88,7 @@ def answers(model: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "llama-eos", "t5"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path: Path) -> None:
+def test_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path: Path) -> None:
     pairs = family in ("llama", "t5")
     given = recipe(tmp_path, kind, family, pairs=pairs)
     planned = sc.plan(given)
@@ -101,7 +100,7 @@ def test_a_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path:
     theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.config.pad_token_id == tokenizer.pad_token_id is not None
-    trained = load_trained(tmp_path / "run")
+    trained = load_run(tmp_path / "run")
     found = rows(tmp_path / "rows.jsonl", pairs=pairs)
     examples = [[row["text"] for row in found[:6]]] + ([[row["second"] for row in found[:6]]] if pairs else [])
     batch = tokenizer(*examples, padding=True, return_tensors="pt")
@@ -120,7 +119,7 @@ def test_a_decoder_from_recipe_to_transformers(kind: str, family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_texts_are_fed_as_the_tokenizer_gives_them(family: str, tmp_path: Path) -> None:
+def test_texts_keep_the_ids_of_the_tokenizer(family: str, tmp_path: Path) -> None:
     found = rows(tmp_path / "rows.jsonl", pairs=True)
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     theirs = hf.AutoTokenizer.from_pretrained(tokenizer)
@@ -149,7 +148,7 @@ def test_texts_are_fed_as_the_tokenizer_gives_them(family: str, tmp_path: Path) 
         ("t5", {}, "<pad>"),
     ],
 )
-def test_the_padding_is_no_token_that_texts_end_in(family: str, names: Any, pad: str, tmp_path: Path) -> None:
+def test_padding_differs_from_the_last_token_of_texts(family: str, names: Any, pad: str, tmp_path: Path) -> None:
     loaded = load_tokenizer(str(made_tokenizer(tmp_path / "tokenizer", family, **names)))
     padded = loaded.with_padding()
     assert padded.pad_id == IDS[pad]
@@ -160,7 +159,7 @@ def test_the_padding_is_no_token_that_texts_end_in(family: str, names: Any, pad:
     assert (saved.pad_token, saved.padding_side) == (pad, "right")
 
 
-def test_texts_that_a_decoder_read_from_the_left_are_padded_on_the_right(tmp_path: Path) -> None:
+def test_left_padding_tokenizer_is_exported_with_right_padding(tmp_path: Path) -> None:
     """GPT-2 counts positions from the first token, so left padding would shift them."""
     made = made_tokenizer(tmp_path / "t", "gpt2", pad_token="<pad>")
     config = json.loads((made / "tokenizer_config.json").read_text()) | {"padding_side": "left"}
@@ -172,7 +171,7 @@ def test_texts_that_a_decoder_read_from_the_left_are_padded_on_the_right(tmp_pat
 
 
 @pytest.mark.parametrize("tensor", [None, {"rank": 4}])
-def test_a_pretrained_decoder_in_every_export(tensor: Any, tmp_path: Path) -> None:
+def test_pretrained_decoder_in_every_export(tensor: Any, tmp_path: Path) -> None:
     config = hf.LlamaConfig(**KINDS["llama"], vocab_size=320, bos_token_id=IDS["<s>"], eos_token_id=[7, IDS["</s>"]])
     torch.manual_seed(0)
     given = recipe(tmp_path, "llama", "llama")
@@ -185,7 +184,7 @@ def test_a_pretrained_decoder_in_every_export(tensor: Any, tmp_path: Path) -> No
     quantize_run(tmp_path / "run", "int8", tmp_path / "packed")
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "packed")
     batch = tokenizer(["short", "a longer text than that"], padding=True, return_tensors="pt")
-    wanted = answers(load_trained(tmp_path / "run").model.eval(), batch)
+    wanted = answers(load_run(tmp_path / "run").model.eval(), batch)
     for name, tolerance in (("hf", 1e-6), ("dense", 1e-5), ("packed", 0.05)):
         model = sc.load(tmp_path / name)
         assert model.config.pad_token_id == IDS["</s>"] == tokenizer.pad_token_id
@@ -205,7 +204,7 @@ def xlnet_tokenizer(folder: Path) -> Path:
     return made
 
 
-def test_texts_that_end_in_cls_are_padded_before(
+def test_texts_that_end_in_cls_are_padded_on_the_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """XLNet's classifier reads the last position, so padding goes to the left."""
@@ -228,7 +227,7 @@ def test_texts_that_end_in_cls_are_padded_before(
     assert torch.allclose(answers(model, batch)[:1], answers(model, tokenizer(["a"], return_tensors="pt")), atol=1e-5)
 
 
-def test_an_encoder_decoder_needs_the_end_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_decoder_needs_an_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "bart", SIZES["bart"])
     given = recipe(tmp_path, "bart", "llama")
     with pytest.raises(UserError, match=r"puts no end-of-text token after a text, and BartForSequenceClassification"):
@@ -238,7 +237,7 @@ def test_an_encoder_decoder_needs_the_end_where_it_answers(tmp_path: Path, monke
     assert export_hf(tmp_path / "run", tmp_path / "hf") < 1e-5
 
 
-def test_a_text_without_tokens_is_padding(tmp_path: Path) -> None:
+def test_empty_text_is_padding(tmp_path: Path) -> None:
     from scantling.trainer.tasks.classification import LabeledText, PaddedTexts
 
     tokenizer = load_tokenizer(str(made_tokenizer(tmp_path / "t", "gpt2"))).with_padding()
@@ -248,7 +247,7 @@ def test_a_text_without_tokens_is_padding(tmp_path: Path) -> None:
     assert batch.inputs["attention_mask"].tolist() == [[1]]
 
 
-def test_another_padding_than_that_of_the_texts_is_refused(tmp_path: Path) -> None:
+def test_other_padding_side_is_refused(tmp_path: Path) -> None:
     given = recipe(tmp_path, "llama", "llama")
     given["model"]["overrides"] = {"pad_token_id": 0}
     with pytest.raises(UserError, match=r"overrides\.pad_token_id: 0 is not the token that pads texts, which is"):

@@ -13,7 +13,7 @@ import torch
 import scantling as sc
 from scantling.errors import NonFiniteError, RecipeError, UserError
 from scantling.trainer.data.loader import Batch
-from scantling.trainer.training import graph as graphs
+from scantling.trainer.training import cuda_graphs as graphs
 from scantling.trainer.training.step import Stepper
 from tests.runs import records, tiny_recipe
 
@@ -63,7 +63,7 @@ def followed(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("tensor", [None, ADAPTING, PAPER])
-def test_a_run_of_graphs_is_the_run_without(tmp_path: Path, called: type[Called], tensor: Any) -> None:
+def test_run_with_graphs_equals_run_without(tmp_path: Path, called: type[Called], tensor: Any) -> None:
     sections = {} if tensor is None else {"tensor": tensor}
     given = recipe(tmp_path, **sections, train={"checkpoint_every": None})
     plain = sc.train(given, run_dir=tmp_path / "plain")
@@ -74,7 +74,7 @@ def test_a_run_of_graphs_is_the_run_without(tmp_path: Path, called: type[Called]
     assert called.replays == 2 * (16 - graphs.WARM_UP * warm_ups)
 
 
-def test_a_resumed_run_captures_anew_and_goes_on_with_the_same_bits(tmp_path: Path, called: type[Called]) -> None:
+def test_resumed_run_captures_new_graphs_and_is_bitwise(tmp_path: Path, called: type[Called]) -> None:
     given = recipe(tmp_path, tensor=ADAPTING, train={"graph": True})
     whole = sc.train(given, run_dir=tmp_path / "whole")
     part = shutil.copytree(whole.run_dir, tmp_path / "part")
@@ -83,7 +83,7 @@ def test_a_resumed_run_captures_anew_and_goes_on_with_the_same_bits(tmp_path: Pa
     assert followed(resumed.run_dir) == followed(whole.run_dir)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
+def test_nonfinite_loss_stops_before_the_update_with_graphs(
     tmp_path: Path, called: type[Called], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Poisoned(Stepper):
@@ -99,32 +99,32 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
     assert called.replays == 2 * (6 - graphs.WARM_UP) + 1
 
 
-def test_batches_of_another_shape_get_graphs_of_their_own_up_to_a_number(called: type[Called]) -> None:
+def test_each_batch_shape_gets_graphs_up_to_a_limit(called: type[Called]) -> None:
     weight = torch.nn.Linear(1, 1, bias=False)
     seen: list[int] = []
 
-    def passes(batches: Any, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_passes(batches: Any, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = (weight.weight * batches[0].inputs["x"]).sum() * share
         loss.backward()
         seen.append(len(batches[0].labels))
         return loss.detach().double(), loss.detach()
 
-    made = graphs.StepGraphs(weight, passes, lambda _: None, lambda: called)
+    made = graphs.StepGraphs(weight, run_passes, lambda _: None, lambda: called)
     one = torch.ones(())
-    for length in [1] * graphs.WARM_UP + list(range(1, graphs.MOST_GRAPHS + 2)) * 3:
-        found = made.passes([Batch({"x": torch.ones(length)}, torch.ones(length), length, length)], one)
+    for length in [1] * graphs.WARM_UP + list(range(1, graphs.MAX_GRAPHS + 2)) * 3:
+        found = made.run_passes([Batch({"x": torch.ones(length)}, torch.ones(length), length, length)], one)
         if found is not None:
             assert float(found[0]) == pytest.approx(length * float(weight.weight.detach()))
             assert weight.weight.grad is not None
             assert float(weight.weight.grad) == length
         else:
             assert weight.weight.grad is None
-    assert made.num_captured == graphs.MOST_GRAPHS
-    made.forget()
-    assert made.passes([Batch({"x": torch.ones(1)}, torch.ones(1), 1, 1)], one) is None
+    assert made.num_captured == graphs.MAX_GRAPHS
+    made.reset()
+    assert made.run_passes([Batch({"x": torch.ones(1)}, torch.ones(1), 1, 1)], one) is None
 
 
-def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Called):
         def capture(self, function: Callable[[], None]) -> None:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -144,14 +144,14 @@ def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path, monkeypatch: pyt
         ({"precision": {"compute": "fp16"}}, "set precision.compute: bf16"),
     ],
 )
-def test_what_cannot_be_captured_is_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_settings_without_capture_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     train = {"graph": True, **sections.pop("train", {})}
     with pytest.raises(RecipeError, match=message):
         sc.train(recipe(tmp_path, **sections, train=train), run_dir=tmp_path / "run")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
-def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
+def test_graph_without_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no GPU here"):
         sc.train(recipe(tmp_path, train={"graph": True}), run_dir=tmp_path / "run")
 
@@ -160,7 +160,7 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("optim", [CAME, {"name": "adamw", "lr": 0.003}])
 @pytest.mark.parametrize("tensor", [None, ADAPTING])
-def test_a_replayed_run_is_the_run_without_on_a_gpu(tmp_path: Path, compute: str, optim: Any, tensor: Any) -> None:
+def test_replayed_run_equals_run_without_on_a_gpu(tmp_path: Path, compute: str, optim: Any, tensor: Any) -> None:
     sections = {} if tensor is None else {"tensor": tensor}
     given = recipe(
         tmp_path, **sections, optim=optim, precision={"compute": compute}, train={"device": "cuda", "steps": 24}

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness on a run's model: a door to a package that is not installed with this one."""
+"""Evaluate a run's model with lm-evaluation-harness, an optional package."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from scantling.trainer.data.prepare import document_marks
 from scantling.trainer.data.tokenizers import Tokenizer
 from scantling.trainer.models.build import quiet
 from scantling.trainer.recipe.parsing import parse_yaml, read_text
-from scantling.trainer.training.trained import opened
+from scantling.trainer.training.trained_run import open_run
 
 BATCH = 16
-"""Requests that go through the model at a time."""
+"""Number of requests per batch."""
 
 
 def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | None = None) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness on the newest whole checkpoint of a run, which computes as it was trained.
+    """Run tasks of lm-evaluation-harness on the newest complete checkpoint of a run, in its training precision.
 
     Args:
         run_dir: the directory of a run of the task causal-lm.
-        tasks: names that lm-evaluation-harness knows, or paths of YAML files of tasks.
-        device: auto, cpu or cuda. Default: what the run's recipe names.
+        tasks: names of tasks of lm-evaluation-harness, or paths of YAML files of tasks.
+        device: auto, cpu or cuda. Default: `train.device` of the run's recipe.
 
     Returns:
-        What the harness calls results: figures by task.
+        The `results` of the harness: metrics by task.
 
     Raises:
         UserError: lm-evaluation-harness is not installed, knows no such task, or cannot get its data; a run of another
@@ -47,28 +47,31 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
     import transformers
 
     manager = TaskManager()
-    chosen = [_task(name, manager.all_tasks) for name in tasks]
-    wanted = "--lm-eval wants a causal language model"
-    with tempfile.TemporaryDirectory() as folder, opened(run_dir, device=device, causal=wanted) as run:
+    chosen = [_find_task(name, manager.all_tasks) for name in tasks]
+    reason = "--lm-eval needs a causal language model"
+    with tempfile.TemporaryDirectory() as folder, open_run(run_dir, device=device, causal=reason) as run:
         model = run.model
         run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        _compute_in(run.recipe.precision.autocast(run.context.device.type), model, run.context.device)
+        _set_compute(run.recipe.precision.autocast(run.context.device.type), model, run.context.device)
         harnessed = HFLM(
-            pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, **_beginnings(tokenizer, run.data.tokenizer)
+            pretrained=model.eval(),
+            tokenizer=tokenizer,
+            batch_size=BATCH,
+            **_set_document_start(tokenizer, run.data.tokenizer),
         )
         try:
-            found = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
+            report = lm_eval.simple_evaluate(harnessed, tasks=chosen, task_manager=manager)
         except Exception as error:  # the harness and its data sets raise errors of many kinds
             raise UserError(f"--lm-eval {','.join(tasks)}: {first_line(error)}") from error
-    return dict(found["results"])
+    return dict(report["results"])
 
 
-def _beginnings(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]:
-    """Let requests begin as documents did in training, and return the settings of the harness that do so.
+def _set_document_start(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]:
+    """Let requests start like documents in training, and return the settings of the harness for it.
 
-    A request is the beginning of a document: it has the tokens that the tokenizer puts before a text, not those after.
+    A request is the start of a document: it has the tokens that the tokenizer puts before a text, not those after.
     """
     from tokenizers.processors import TemplateProcessing
 
@@ -82,10 +85,10 @@ def _beginnings(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]:
     return {"add_bos_token": bool(marks.begin), "prefix_token_id": marks.first[-1] if marks.first else None}
 
 
-def _compute_in(compute: str, model: Any, device: torch.device) -> None:
-    """Let a model compute in a format wherever it is called; its logits are fp32, since the harness sums their logs.
+def _set_compute(compute: str, model: Any, device: torch.device) -> None:
+    """Run a model's forward pass in a number format, with fp32 logits, because the harness sums their logs.
 
-    A context around the harness would not do: lm-evaluation-harness 0.4.13 turns autocast off where it calls a model.
+    A context around the harness has no effect: lm-evaluation-harness 0.4.13 turns autocast off when it calls a model.
     """
     if compute == "fp32":
         return
@@ -94,15 +97,15 @@ def _compute_in(compute: str, model: Any, device: torch.device) -> None:
     @wraps(forward)
     def in_format(*args: Any, **kwargs: Any) -> Any:
         with autocast(compute, device):
-            found = forward(*args, **kwargs)
-        found.logits = found.logits.float()
-        return found
+            output = forward(*args, **kwargs)
+        output.logits = output.logits.float()
+        return output
 
     model.forward = in_format
 
 
-def _task(name: str, known: Sequence[str]) -> Any:
-    """A task's name as it is, or the settings in a YAML file; one that names code of its own is refused."""
+def _find_task(name: str, known: Sequence[str]) -> Any:
+    """Return a task's name, or the settings in a YAML file; files that refer to code are refused."""
     if name.endswith((".yaml", ".yml")):
         try:
             return parse_yaml(read_text(Path(name)))

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds, with a checksum of each file and of itself.
+"""Manifest of a checkpoint: all values that are not tensors, and a checksum of each file and of the manifest itself.
 
-`manifest.json` is the only file that no other file vouches for, so it carries a SHA-256 of its own content as canonical
-JSON, and every field is checked before it is used. The checksum finds damage and edits by hand; it is no signature.
+No other file has a checksum of `manifest.json`, so it contains a SHA-256 of its other fields as canonical JSON, and
+every field is checked before it is used. The checksum detects damage and edits by hand; it is not a signature.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,12 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scantling.errors import UserError
 from scantling.files import no_follow
-from scantling.trainer.training.index import INDEX, METADATA, read_index
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
-"""Largest manifest that is written or read. One of 1,000 processes and 100,000 parameters has about 20 MB."""
+"""Largest manifest that is written or read. 1,000 processes and 100,000 parameters take about 20 MB."""
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Rank = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
@@ -61,7 +59,7 @@ class _Position(_Part):
 
 
 class _Values(_Part):
-    """Everything that is not a tensor. A checkpoint of tensors alone has none of it."""
+    """Everything that is not a tensor; empty in a checkpoint of tensors only."""
 
     step: _Count | None = None
     tokens: _Count | None = None
@@ -73,11 +71,11 @@ class _Values(_Part):
     optimizer: _Optimizer | None = None
     exchange: dict[_Rank, dict[str, Any]] | None = None
     rng: dict[_Rank, _Generators] | None = None
-    methods: dict[str, dict[str, Any]] | None = None
+    tensor: dict[str, Any] | None = None
 
 
 class _Manifest(_Part):
-    format: Literal[3]
+    format: Literal[4]
     step: _Count
     save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(ge=1, le=10**7)]
@@ -95,7 +93,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
         content: everything but `format` and `checksum`.
 
     Raises:
-        RuntimeError: `read_manifest` would refuse it.
+        RuntimeError: `read_manifest` would refuse the content.
     """
     plain = json.loads(json.dumps({"format": FORMAT, **content}))
     text = json.dumps({**plain, "checksum": _checksum(plain)})
@@ -113,7 +111,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        UserError: it is missing, damaged, or was changed after it was written.
+        UserError: the manifest is missing, damaged, or was changed after it was written.
     """
     file = path / MANIFEST
     try:
@@ -126,41 +124,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has no usable {MANIFEST}: {error}") from None
 
 
-def damage(path: Path, *, weights_only: bool = False) -> str | None:
-    """Return what is wrong with a checkpoint folder (a missing, short or changed file), or None.
-
-    Args:
-        path: the folder.
-        weights_only: do not look at files that hold only states of single ranks, such as residuals.
-    """
-    try:
-        manifest = read_manifest(path)
-        if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
-            return f"its manifest is that of step {manifest['step']}"
-        listed = manifest["files"]
-        needed = listed.keys()
-        if weights_only:
-            needed = {METADATA, INDEX, *read_index(path, allow_lost_ranks=True).shared_files}
-        for name, expected in listed.items():
-            if name not in needed:
-                continue
-            if Path(name).name != name:
-                return f"{name} is not a plain file name"
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-            if file_digest(file) != expected:
-                return f"{name} does not match its checksum"
-        differing = needed - listed.keys() if weights_only else {METADATA, INDEX, *read_index(path).files} ^ needed
-        if differing:
-            return f"the manifest and the index name different files: {', '.join(sorted(differing))}"
-    except (UserError, OSError) as error:
-        return str(error)
-    return None
-
-
 def file_digest(path: Path) -> dict[str, Any]:
     """Return the size and the SHA-256 of a file, as in `files` of a manifest."""
     with open(path, "rb") as file:
@@ -171,17 +134,17 @@ def parse_json(text: str) -> Any:
     """Parse JSON in which no object has a key twice.
 
     Raises:
-        ValueError: it is not such JSON.
+        ValueError: the text is not such JSON.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=_to_unique_dict)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _to_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("a key is given twice")
-    return found
+    return unique
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -207,8 +170,8 @@ def _parse(text: str) -> dict[str, Any]:
     if checked.values.step not in (None, checked.step):
         raise ValueError(f"values.step is {checked.values.step}, and step is {checked.step}")
     ranks = {*(checked.values.exchange or {}), *(checked.values.rng or {})}
-    if strangers := [rank for rank in ranks if int(rank) >= checked.world_size]:
-        raise ValueError(f"it has values of rank {strangers[0]}, and world_size is {checked.world_size}")
+    if unknown := [rank for rank in ranks if int(rank) >= checked.world_size]:
+        raise ValueError(f"it has values of rank {unknown[0]}, and world_size is {checked.world_size}")
     return manifest
 
 

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: which tensor is in which bytes of which file, as JSON.
+"""Index of a checkpoint, as JSON: the file and the bytes of each tensor.
 
 torch.distributed.checkpoint keeps its index as a pickle, `.metadata`, which could run code when it is read. It is
-written for other programs, and never read here: `index.json` says the same in plain numbers and texts.
+written for other programs and never read here; `index.json` holds the same as plain numbers and strings.
 """
 
 from __future__ import annotations
@@ -69,24 +69,30 @@ class _Tensors(BaseModel):
 
 @dataclass(frozen=True)
 class Index:
-    """An index that was read and checked.
+    """A checked index.
 
     Attributes:
-        metadata: the index as torch.distributed.checkpoint wants it.
-        files: names of the files with the tensors.
-        shared_files: those with a tensor that all ranks have, such as a weight.
+        metadata: the index in the form of torch.distributed.checkpoint.
+        files: names of the files with tensors.
+        shared_files: the files with a tensor that all ranks have, such as a weight.
     """
 
     metadata: Metadata
     files: frozenset[str]
     shared_files: frozenset[str]
 
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks whose own state is in the checkpoint folder."""
+        keys = self.metadata.state_dict_metadata
+        return sorted({int(match[1]) for key in keys if (match := _RANK_KEY.match(key))})
+
 
 def index_entries(metadata: Metadata) -> dict[str, Any]:
     """Return the entries of the index by key, as JSON values.
 
     Args:
-        metadata: what `torch.distributed.checkpoint.save` returned; it holds tensors alone.
+        metadata: returned by `torch.distributed.checkpoint.save` for a state dict of tensors.
     """
     tensors: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -107,8 +113,8 @@ def index_entries(metadata: Metadata) -> dict[str, Any]:
     return tensors
 
 
-def write_index(entries: dict[str, Any], folder: Path) -> None:
-    """Write the index and `.metadata`, which other programs read, and fsync both.
+def write_index(entries: dict[str, Any], folder: Path) -> Index:
+    """Write the index and `.metadata`, which other programs read, fsync both, and return the index.
 
     Args:
         entries: of all tensors in the files of the folder, as of `index_entries`.
@@ -118,9 +124,11 @@ def write_index(entries: dict[str, Any], folder: Path) -> None:
         json.dump({"tensors": entries}, file)
         file.flush()
         os.fsync(file.fileno())
-    metadata = read_index(folder).metadata
-    results = [WriteResult(index, stored.length, stored) for index, stored in metadata.storage_data.items()]
+    index = read_index(folder)
+    metadata = index.metadata
+    results = [WriteResult(position, stored.length, stored) for position, stored in metadata.storage_data.items()]
     FileSystemWriter(folder).finish(metadata, [results])
+    return index
 
 
 def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
@@ -131,7 +139,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
         allow_lost_ranks: leave out states of single ranks, such as residuals, whose file is missing or too short.
 
     Raises:
-        UserError: it is missing or damaged, or names bytes that no file has.
+        UserError: the index is missing or damaged, or refers to bytes outside of its files.
     """
     file = folder / INDEX
     try:
@@ -140,7 +148,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
         if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} has {file.stat().st_size} bytes; an index has at most {MAX_BYTES}")
         content = _Tensors.model_validate_json(file.read_bytes())
-        return _checked(content, folder, allow_lost_ranks)
+        return _check(content, folder, allow_lost_ranks)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -149,7 +157,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
     raise UserError(f"the index of checkpoint {folder} cannot be read: {problem}")
 
 
-def _checked(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
+def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
     lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
     entries: dict[str, Any] = {}
@@ -168,10 +176,10 @@ def _checked(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
             raise
         for chunk in tensor.chunks:
             offsets = torch.Size(chunk.offsets)
-            place = MetadataIndex(key, offsets, len(chunks))
-            if place in storage:
+            position = MetadataIndex(key, offsets, len(chunks))
+            if position in storage:
                 raise ValueError(f"{key}: two chunks begin at {chunk.offsets}")
-            storage[place] = checkpoint_storage_info(chunk.file, chunk.offset, chunk.length)
+            storage[position] = checkpoint_storage_info(chunk.file, chunk.offset, chunk.length)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
@@ -191,12 +199,6 @@ def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_b
         raise ValueError(f"{chunk.file} is missing")
     if chunk.offset + chunk.length > file_bytes or math.prod(chunk.sizes) * itemsize > chunk.length:
         raise ValueError(f"{key}: a chunk of {chunk.sizes} does not fit into the bytes of {chunk.file}")
-
-
-def ranks_held(folder: Path) -> list[int]:
-    """List the ranks whose own state is in a checkpoint folder."""
-    keys = read_index(folder).metadata.state_dict_metadata
-    return sorted({int(match[1]) for key in keys if (match := _RANK_KEY.match(key))})
 
 
 def is_rank_key(key: str) -> bool:
@@ -219,9 +221,12 @@ class RankWriter(FileSystemWriter):
 
 
 class IndexedReader(FileSystemReader):
-    """The reader of torch.distributed.checkpoint, with `index.json` in place of its pickled index."""
+    """Reader of torch.distributed.checkpoint that uses `index.json` instead of its pickled index."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        super().__init__(folder)
+        self._metadata = index.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path), allow_lost_ranks=True).metadata
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata

@@ -1,4 +1,4 @@
-"""Claim the run directory: the first rank that sees it locks it, on each machine that has its own."""
+"""Lock the run directory: the first rank that sees it locks it, on each machine that has its own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from scantling.distributed.folders import detect_shared_folders, resolve_machine
 from scantling.errors import UserError
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.training.checkpoint import Checkpointer
-from scantling.trainer.training.rundir import InUseError, RunDir
+from scantling.trainer.training.resume import check_stored_recipe
+from scantling.trainer.training.run_dir import InUseError, RunDir
 
 
-def claim(
+def lock_run_dir(
     run_dir: Path | None, recipe: Recipe, context: DistContext, *, resume: bool, force: bool
 ) -> tuple[RunDir, DistContext, bool]:
-    """Lock the run directory on each machine and check that it fits.
+    """Lock the run directory on each machine and check that it can take the run.
 
     Collectives: gathers; all ranks raise the same error.
 
@@ -26,8 +27,8 @@ def claim(
         resume, force: as of `train`.
 
     Returns:
-        The run directory, locked on the ranks that write; the context that says which ranks see which folder; and
-        True if the run goes on.
+        The run directory, locked on the ranks that write; the context with the ranks that see the same folder; and True
+        if the run resumes.
 
     Raises:
         UserError: a folder is in use, holds another run, or cannot be written.
@@ -42,20 +43,20 @@ def claim(
     if path is None:
         if is_restart():
             raise UserError(
-                "torchrun has started this run again, which does not know where it was: give it a --run-dir"
+                "torchrun restarted this run, but no run directory was given to resume from; pass --run-dir"
             )
-        return *_claim_free(Path("runs") / (recipe.name or "run"), context), resume
+        return *_lock_free_name(Path("runs") / (recipe.name or "run"), context), resume
     context = detect_shared_folders(path, context)
     folder = RunDir(path)
-    _check_checkpoints(folder, context)
+    _check_checkpoints_link(folder, context)
     if is_restart():
-        resume, force = _resume_after_restart(folder, context, resume=resume, force=force)
-    exists = folder.holds_run() or folder.was_claimed()
-    is_known = any(context.all_gather_object(exists))
+        resume, force = _decide_after_restart(folder, context, resume=resume, force=force)
+    exists = folder.holds_run() or folder.was_locked()
+    exists_anywhere = any(context.all_gather_object(exists))
 
     def lock() -> None:
-        if resume and not is_known:
-            check_folder(folder, recipe, resume=True, force=force)  # before the lock makes the folder
+        if resume and not exists_anywhere:
+            check_folder(folder, recipe, resume=True, force=force)  # before the lock creates the folder
         folder.lock()
         check_folder(folder, recipe, resume=resume, force=force)  # a locked folder can be resumed
 
@@ -67,26 +68,26 @@ def claim(
     return folder, context, resume
 
 
-def _check_checkpoints(folder: RunDir, context: DistContext) -> None:
-    """Raise a UserError if checkpoints are behind a link, in a folder that is shared otherwise than the run directory.
+def _check_checkpoints_link(folder: RunDir, context: DistContext) -> None:
+    """Raise a UserError if `checkpoints` is a link to a folder that other ranks share than the run directory.
 
-    Collectives: a gather, and those of `detect_shared_folders` where there is a link.
+    Collectives: a gather, and those of `detect_shared_folders` if there is a link.
     """
     links = context.all_gather_object(folder.checkpoints.is_symlink())
     if any(links) and detect_shared_folders(folder.checkpoints, context).writers != context.writers:
         linking = ", ".join(context.describe_rank(rank) for rank, is_link in enumerate(links) if is_link)
         raise UserError(
-            f"{folder.checkpoints} is a link ({linking}), and the folder it leads to is not seen by the same processes "
-            f"as {folder.path}. Remove the link, or let the same machines share both"
+            f"{folder.checkpoints} is a link ({linking}), and its target is not seen by the same processes as "
+            f"{folder.path}. Remove the link, or let the same machines share both"
         )
 
 
 def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -> None:
     """Raise a UserError if a folder cannot take a run."""
     if resume and folder.holds_run():
-        folder.check_same(recipe)
-    elif resume and not folder.was_claimed():
-        raise UserError(f"{folder.path} holds no run to resume")
+        check_stored_recipe(folder, recipe)
+    elif resume and not folder.was_locked():
+        raise UserError(f"{folder.path} holds no run to resume; start it without --resume")
     elif not resume and folder.holds_run() and not force:
         raise UserError(
             f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
@@ -96,30 +97,24 @@ def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -
         folder.check_replaceable()
 
 
-def _resume_after_restart(folder: RunDir, context: DistContext, *, resume: bool, force: bool) -> tuple[bool, bool]:
-    """Return whether a run that torchrun starts again goes on, and whether it replaces what is in its folder.
+def _decide_after_restart(folder: RunDir, context: DistContext, *, resume: bool, force: bool) -> tuple[bool, bool]:
+    """Return `resume` and `force` for a run that torchrun restarts. Collective: a gather.
 
-    A run that this launch began continues from its newest checkpoint, or from the start if it has none. If this launch
-    began no run (it was refused, for example), `resume` and `force` hold as given, so that no other run is touched.
-    Collective: a gather.
+    A run that this launch started resumes from its newest checkpoint, or starts again if it has none. If this launch_id
+    started no run (because it was refused, for example), both stay as given, so that no other run is touched.
     """
-    begun = folder.was_begun_by(launch_id())
-    has_saved = begun and bool(Checkpointer(folder.checkpoints, SINGLE_PROCESS).steps())
-    everywhere = [
-        each for rank, each in enumerate(context.all_gather_object([begun, has_saved])) if rank in _writers(context)
-    ]
-    if not any(any_begun for any_begun, _ in everywhere):
+    started = folder.was_started_by(launch_id())
+    has_saved = started and bool(Checkpointer(folder.checkpoints, SINGLE_PROCESS).steps())
+    writers = set(context.writers) or {0}
+    by_writer = [each for rank, each in enumerate(context.all_gather_object([started, has_saved])) if rank in writers]
+    if not any(any_started for any_started, _ in by_writer):
         return resume, force
-    goes_on = all(any_saved for _, any_saved in everywhere)
-    return goes_on, (begun and not goes_on) or force
+    resumes = all(any_saved for _, any_saved in by_writer)
+    return resumes, (started and not resumes) or force
 
 
-def _writers(context: DistContext) -> set[int]:
-    return set(context.writers) or {0}
-
-
-def _claim_free(base: Path, context: DistContext) -> tuple[RunDir, DistContext]:
-    """Lock the first of `base`, `base-2`, `base-3`, ... that holds no run on any machine and that no run has taken."""
+def _lock_free_name(base: Path, context: DistContext) -> tuple[RunDir, DistContext]:
+    """Lock the first of `base`, `base-2`, `base-3`, ... that holds no run on any machine and is not locked."""
     context = detect_shared_folders(base.parent, context)
     number = 1
     while True:

@@ -1,13 +1,12 @@
-"""The work of a step as CUDA graphs: launched as a whole, without Python and without waiting for it.
+"""Capture a training step as CUDA graphs, which are launched as a whole, without Python overhead.
 
 Two graphs for each shape of the batches: the passes of all micro-batches with the gradients' norm, and clip and update.
-Between them the host reads the figures of the step, as ever, so that a NaN stops the run before the update. What the
-graphs read (batches, learning rates, prices of ranks, the share of a target in the mean) is in tensors that stay where
-they are; what they cannot hold (schedules, records, the removal of ranks) is done between them.
+Between them the host reads loss and norm, so that a NaN stops the run before the update. Inputs of the graphs (batches,
+learning rates, prices of ranks, loss scale) are in tensors with fixed addresses; schedules, records and the removal of
+ranks happen between the graphs.
 
-A graph writes to the addresses it was captured with. Whatever gives parameters or state other ones, such as ranks that
-are removed or a checkpoint that is loaded, must be followed by `forget`: new graphs are captured after a few more steps
-without.
+A graph writes to the addresses it was captured with. After any change of addresses, such as the removal of ranks or a
+loaded checkpoint, call `reset`: new graphs are captured after a few steps without.
 """
 
 from __future__ import annotations
@@ -26,51 +25,53 @@ from scantling.trainer.recipe import Recipe
 
 WARM_UP = 3
 """Steps without a graph before one is captured, at least one of the same shape: they allocate state and compile."""
-MOST_GRAPHS = 8
-"""Shapes of batches that are captured; others are stepped without a graph."""
+MAX_GRAPHS = 8
+"""Number of batch shapes that are captured; steps of others run without a graph."""
 
 Shapes: TypeAlias = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
 Passes: TypeAlias = Callable[[Sequence[Batch], Tensor], tuple[Tensor, Tensor]]
-"""(micro-batches, share of a target) to (sum of the losses, gradient norm); gradients are in `.grad`, made anew."""
+"""(micro-batches, loss scale) to (sum of the losses, gradient norm); gradients are newly allocated in `.grad`."""
 Update: TypeAlias = Callable[[Tensor], None]
 """(gradient norm): clip and optimizer step."""
 
 
 def check_graph(recipe: Recipe, world_size: int, device: str) -> None:
-    """Raise a UserError where the steps of a recipe cannot be captured here."""
+    """Raise a UserError if the steps of a recipe cannot be captured here."""
     if not recipe.train.graph:
         return
     if world_size > 1:
-        raise UserError(f"train.graph captures the step of one process; given {world_size}. Leave the key out")
+        raise UserError(
+            f"train.graph captures the step of one process; given {world_size} processes. Run one, or leave the key out"
+        )
     if device != "cuda":
-        raise UserError("train.graph captures CUDA graphs, and there is no GPU here; leave the key out")
+        raise UserError("train.graph captures CUDA graphs and needs a GPU; there is no GPU here: leave the key out")
 
 
 class Graph(Protocol):
-    """What a function does on the device, to be done again."""
+    """A recording of a function's work on the device."""
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Record the function; whether it also takes effect is not defined."""
+        """Record the function, which may or may not take effect."""
         ...
 
     def replay(self) -> None:
-        """Do what was recorded, with the tensors it was recorded with."""
+        """Run the recording on the same tensors."""
         ...
 
 
-NewGraphs: TypeAlias = Callable[[], Callable[[], Graph]]
-"""Makes what makes empty graphs."""
+GraphPool: TypeAlias = Callable[[], Callable[[], Graph]]
+"""Creates a factory of empty graphs that share memory."""
 
 
 class CudaGraphs:
-    """Makes CUDA graphs that share their memory, since no two of them run at once, and a stream of their own."""
+    """Factory of CUDA graphs that share memory and a stream; no two of them run at once."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self) -> Graph:
-        """An empty graph."""
+        """Return an empty graph."""
         return CudaGraph(self._pool, self._stream)
 
 
@@ -86,7 +87,7 @@ class CudaGraph:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def capture(self, function: Callable[[], None]) -> None:
-        # threads that pin memory for the next batches may go on meanwhile
+        # other threads may pin memory for the next batches meanwhile
         mode = "thread_local"
         with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             function()
@@ -97,10 +98,10 @@ class CudaGraph:
 
 @dataclass
 class _Captured:
-    """The graphs of one shape of batches, and the tensors they read and write."""
+    """Graphs of one shape of batches, and the tensors they read and write."""
 
     batches: list[Batch]
-    share: Tensor
+    scale: Tensor
     passes: Graph
     update: Graph
     loss_sum: Tensor
@@ -109,37 +110,37 @@ class _Captured:
 
 
 class StepGraphs:
-    """Captures the two halves of a step, and takes steps with them.
+    """Captures the two halves of a step and replays them.
 
     Args:
-        model: whose parameters the step changes.
-        passes: the first half.
-        update: the second.
-        new_graphs: makes what makes empty graphs, such as `CudaGraphs`; anew whenever all graphs were dropped.
+        model: the trained model.
+        passes: first half of a step.
+        update: second half of a step.
+        graph_pool: creates a factory of graphs, such as `CudaGraphs`; called again after `reset`.
 
     Attributes:
-        num_captured: graphs captured so far, pairs counted once.
+        num_captured: number of pairs of graphs captured so far.
     """
 
-    def __init__(self, model: nn.Module, passes: Passes, update: Update, new_graphs: NewGraphs) -> None:
-        self._model, self._passes, self._update, self._new_graphs = model, passes, update, new_graphs
+    def __init__(self, model: nn.Module, passes: Passes, update: Update, graph_pool: GraphPool) -> None:
+        self._model, self._passes, self._update, self._graph_pool = model, passes, update, graph_pool
         self._new_graph: Callable[[], Graph] | None = None
         self._captured: dict[Shapes, _Captured] = {}
         self._current: _Captured | None = None
         self._steps: Counter[Shapes] = Counter()
         self.num_captured = 0
 
-    def forget(self) -> None:
-        """Drop all graphs: addresses or shapes are about to be, or have been, other ones."""
-        self._without_graph()
+    def reset(self) -> None:
+        """Drop all graphs, because addresses or shapes change."""
+        self._clear_gradients()
         self._captured, self._current, self._new_graph, self._steps = {}, None, None, Counter()
 
-    def passes(self, batches: Sequence[Batch], share: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The first half of a step, with gradients in `.grad` at its end; None where it is to be taken without a graph.
+    def run_passes(self, batches: Sequence[Batch], scale: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Run the first half of a step, which leaves gradients in `.grad`; None if there is no graph for its shape.
 
         Args:
             batches: on any device.
-            share: 0-D, on the device.
+            scale: factor of each loss, 0-D, on the device.
 
         Raises:
             UserError: the step cannot be captured.
@@ -149,61 +150,61 @@ class StepGraphs:
         captured = self._captured.get(shapes)
         if captured is None:
             is_warm = self._steps.total() >= WARM_UP and self._steps[shapes] > 0
-            if not is_warm or len(self._captured) >= MOST_GRAPHS:
+            if not is_warm or len(self._captured) >= MAX_GRAPHS:
                 self._steps[shapes] += 1
-                self._without_graph()
+                self._clear_gradients()
                 return None
-            captured = self._captured[shapes] = self._capture(batches, share)
+            captured = self._captured[shapes] = self._capture(batches, scale)
+        # a replay reads its inputs from, and writes gradients to, the addresses of the capture
         for own, given in zip(captured.batches, batches, strict=True):
-            for into, values in zip(_tensors(own), _tensors(given), strict=True):
-                into.copy_(values, non_blocking=True)
-        captured.share.copy_(share)
-        self._put(captured.gradients)
+            for target, values in zip(_tensors(own), _tensors(given), strict=True):
+                target.copy_(values, non_blocking=True)
+        captured.scale.copy_(scale)
+        self._set_gradients(captured.gradients)
         captured.passes.replay()
         self._current = captured
         return captured.loss_sum, captured.norm
 
-    def update(self) -> None:
-        """The second half of the step whose first half was taken last."""
+    def run_update(self) -> None:
+        """Run the second half of the step whose first half ran last."""
         assert self._current is not None
         self._current.update.replay()
-        # a replay changes parameters behind the back of autograd, whose counters tell others that they have changed
+        # a replay does not increment autograd's version counters, from which caches see that parameters changed
         torch.autograd.graph.increment_version(list(self._model.parameters()))
 
-    def _capture(self, batches: Sequence[Batch], share: Tensor) -> _Captured:
-        self._without_graph()
-        device = share.device
-        own = [_copy(batch, device) for batch in batches]
-        held, loss_sum, norm = share.clone(), share.new_zeros((), dtype=torch.float64), share.new_zeros(())
+    def _capture(self, batches: Sequence[Batch], scale: Tensor) -> _Captured:
+        self._clear_gradients()
+        own = [_copy(batch, scale.device) for batch in batches]
+        own_scale, loss_sum, norm = scale.clone(), scale.new_zeros((), dtype=torch.float64), scale.new_zeros(())
         if self._new_graph is None:
-            self._new_graph = self._new_graphs()
+            self._new_graph = self._graph_pool()
         first, second = self._new_graph(), self._new_graph()
 
-        def passes() -> None:
-            self._without_graph()
-            for result, value in zip((loss_sum, norm), self._passes(own, held), strict=True):
+        def run_passes() -> None:
+            self._clear_gradients()
+            for result, value in zip((loss_sum, norm), self._passes(own, own_scale), strict=True):
                 result.copy_(value)
 
         try:
-            first.capture(passes)
+            first.capture(run_passes)
             gradients = [parameter.grad for parameter in self._model.parameters()]
             second.capture(lambda: self._update(norm))
         except RuntimeError as error:
             cause: BaseException = error
-            while cause.__context__ is not None:  # the end of a capture that failed fails, too
+            while cause.__context__ is not None:  # ending a failed capture raises a second error
                 cause = cause.__context__
             raise UserError(
                 f"train.graph: the step cannot be captured as a CUDA graph: {first_line(cause)}; set "
                 "train.graph to false"
             ) from error
         self.num_captured += 1
-        return _Captured(own, held, first, second, loss_sum, norm, gradients)
+        return _Captured(own, own_scale, first, second, loss_sum, norm, gradients)
 
-    def _without_graph(self) -> None:
-        """Take the gradients of graphs out of the way of passes that are not replayed."""
-        self._put([None for _ in self._model.parameters()])
+    def _clear_gradients(self) -> None:
+        """Detach the gradients of graphs from the parameters, before passes that are not replayed."""
+        self._set_gradients([None for _ in self._model.parameters()])
 
-    def _put(self, gradients: Sequence[Tensor | None]) -> None:
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 

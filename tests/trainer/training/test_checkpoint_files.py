@@ -9,12 +9,11 @@ import torch
 
 import scantling as sc
 from scantling.errors import RunError, UserError
-from scantling.trainer.training.checkpoint import Checkpointer, State
-from scantling.trainer.training.manifest import damage
-from scantling.trainer.training.rundir import RunDir
+from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
+from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
 from tests.runs import tiny_recipe
-from tests.trainer.training.test_checkpoint import SINGLE_PROCESS
+from tests.trainer.training.test_checkpoint import SINGLE_PROCESS, newest_path
 
 
 def save(folder: Path, *steps: int, keep: int = 9) -> Checkpointer:
@@ -34,7 +33,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_force_leaves_what_a_link_leads_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_force_keeps_the_target_of_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, other = RunDir(tmp_path / "run"), tmp_path / "other"
     save(other, 1)
     files = [write(other / "thesis.tex"), write(other / "step-3" / "data.bin"), write(other / "step-4.tmp" / "a")]
@@ -43,7 +42,7 @@ def test_force_leaves_what_a_link_leads_to(tmp_path: Path, caplog: pytest.LogCap
     (run.path / "tensorboard").symlink_to(other)
     run.clear()
     assert all(file.read_text() == "mine" for file in files)
-    assert damage(other / "step-1") is None, "another run may use it"
+    assert find_damage(other / "step-1") is None, "another run may use it"
     assert not run.checkpoints.is_symlink()
     assert not run.tensorboard.is_symlink()
     assert str(other) in caplog.text
@@ -59,7 +58,7 @@ def test_force_keeps_a_link_to_an_empty_folder(tmp_path: Path) -> None:
     assert names(scratch) == {"step-1"}
 
 
-def test_force_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+def test_force_removes_only_checkpoints(tmp_path: Path) -> None:
     run, other = RunDir(tmp_path / "run"), tmp_path / "other"
     save(run.checkpoints, 1, 2)
     save(other, 7)
@@ -82,7 +81,7 @@ def test_force_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     run.clear()
     assert {path for path in run.path.rglob("*") if path.is_file()} == kept
     assert not (run.checkpoints / "step-7").is_symlink()
-    assert damage(other / "step-7") is None
+    assert find_damage(other / "step-7") is None
 
 
 def test_force_removes_empty_folders(tmp_path: Path) -> None:
@@ -105,12 +104,12 @@ def test_keeping_the_newest_removes_no_other_folders(tmp_path: Path) -> None:
     (folder / "step-9").symlink_to(other / "step-9")
     saver = save(folder, 1, 2, 3, keep=2)
     assert all(file.is_file() for file in kept)
-    assert damage(other / "step-9") is None
-    assert saver.newest() == folder / "step-3"
+    assert find_damage(other / "step-9") is None
+    assert newest_path(saver) == folder / "step-3"
     assert names(folder) == {"step-2", "step-3", "step-50", "step-100", "x.tmp"}
 
 
-def test_own_file_in_a_checkpoint_outlives_it(tmp_path: Path) -> None:
+def test_user_file_in_a_checkpoint_survives_its_removal(tmp_path: Path) -> None:
     saver = save(tmp_path, 1, keep=1)
     write(tmp_path / "step-1" / "notes.txt")
     save(tmp_path, 2, keep=1)
@@ -120,29 +119,29 @@ def test_own_file_in_a_checkpoint_outlives_it(tmp_path: Path) -> None:
     assert names(tmp_path / "step-1") >= {"notes.txt", "manifest.json"}
     save(tmp_path, 1)
     assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
-    assert damage(tmp_path / "step-1") is None
+    assert find_damage(tmp_path / "step-1") is None
 
 
-def test_torn_checkpoint_with_other_files_is_no_obstacle(tmp_path: Path) -> None:
+def test_unfinished_checkpoint_with_other_files_does_not_block_a_save(tmp_path: Path) -> None:
     write(tmp_path / "step-1.tmp" / "__0_0.distcp", "half")
     write(tmp_path / "step-1.tmp" / "notes.txt")
     save(tmp_path, 1)
     assert names(tmp_path) == {"step-1"}
     assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
-    assert damage(tmp_path / "step-1") is None
+    assert find_damage(tmp_path / "step-1") is None
 
 
 @pytest.mark.parametrize("name", ["step-1/__0_0.distcp", "step-1"])
-def test_name_that_something_else_has_is_refused(tmp_path: Path, name: str) -> None:
+def test_folder_of_another_program_is_not_replaced(tmp_path: Path, name: str) -> None:
     save(tmp_path, 0)
     file = write(tmp_path / name)
     with pytest.raises(RunError, match=r"not written by this program.*step 0 is intact"):
         save(tmp_path, 1)
     assert file.read_text() == "mine"
-    assert damage(tmp_path / "step-0") is None
+    assert find_damage(tmp_path / "step-0") is None
 
 
-def test_force_refuses_files_that_no_run_has_written(tmp_path: Path) -> None:
+def test_force_refuses_files_of_other_programs(tmp_path: Path) -> None:
     """Such as a recipe in the folder that is given as the run directory."""
     recipe = tiny_recipe(tmp_path, train={"steps": 1})
     for name in ("recipe.yaml", "report.html", "plan.json"):
