@@ -265,7 +265,7 @@ def test_same_data_warns_with_overlap_too(alike: bool, caplog: pytest.LogCapture
             net.zero_grad()
 
     together(2, work)
-    assert caplog.text.count("the gradients of all 2 replicas are the same") == alike
+    assert caplog.text.count("the gradients of all 2 replicas are identical") == alike
 
 
 def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:

@@ -78,7 +78,7 @@ def test_the_others_stop_and_name_it(
             step, outcome = (tmp_path / f"{rank}").read_text().split(" ", 1)
             assert int(step) <= LAST_STEP + 1, "it went on alone"
             assert text in outcome
-            assert "Start the run again from its last checkpoint" in outcome
+            assert "Restart all processes together from the last checkpoint" in outcome
         if what == signal.SIGSTOP:
             os.kill(processes[victim].pid, signal.SIGCONT)
             wait_until(lambda: (tmp_path / f"{victim}").exists(), 60)

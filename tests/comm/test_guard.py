@@ -119,7 +119,7 @@ def wrapped_models_are_refused() -> None:
     fully_shard(net, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer.param_groups[0]["params"] = list(net.parameters())  # as accelerate does
     backward(net)
-    refused(optimizer.step, "parameters are sharded over a mesh of which ranks 0, 1 would exchange")
+    refused(optimizer.step, "ranks 0, 1 hold shards of the same parameters")
 
 
 @pytest.mark.dist

@@ -68,7 +68,7 @@ def dequantize(packed: Tensor, rows: int, length: int, values: Values) -> Tensor
     if values == "sign":
         return (2 * codes - 1) * scale[:, None]
     quantizer = BlockQuantizer(_BITS[values])
-    return quantizer.decode(codes - (quantizer.levels + 1), scale)
+    return quantizer.decode((codes - (quantizer.levels + 1)).float(), scale)
 
 
 def _view(packed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -220,7 +220,7 @@ def _warn_without_group(world_size: int) -> None:
 
 @functools.cache
 def _warn_of_timeout(own: timedelta | None, default: timedelta | None) -> None:
-    """Warn once per timeout: the a mesh gives its groups the default timeout of the backend, not that of the first group."""
+    """Warn once: a mesh gives its groups the default timeout of the backend, not that of the first group."""
     if own is not None and default is not None and own > default and dist.get_rank() == 0:
         logger.warning(
             "the timeout of this mesh dim is %s, longer than the %s given to init_process_group; set it with "

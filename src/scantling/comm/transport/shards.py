@@ -61,7 +61,7 @@ def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
         if len(shared) > 1:
             raise UserError(
                 f"ranks {', '.join(map(str, shared))} hold shards of the same parameters, but would exchange as "
-                "separate replicas; use process_group=mesh['replicate'] for the exchange and fully_shard(mesh=mesh['shard'])"
+                "separate replicas; use process_group=mesh['replicate'] and fully_shard(mesh=mesh['shard'])"
             )
 
 
