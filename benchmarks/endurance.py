@@ -26,12 +26,12 @@ from dated import dated, write
 ROOT = Path(__file__).parents[1]
 SUITES: dict[str, tuple[str, ...]] = {
     "exchange": (
-        "tests/comm/test_processes.py::test_steps_across_a_distributed_checkpoint",
-        "tests/comm/test_processes.py::test_replicas_are_alike_for_two_thousand_steps",
+        "tests/comm/test_processes.py::test_rank_tensors_resume_bitwise_from_distributed_checkpoint",
+        "tests/comm/test_processes.py::test_replicas_stay_equal_for_two_thousand_steps",
         "tests/trainer/training/test_restarts.py::test_run_killed_at_random_steps_ends_with_the_same_bits",
         "tests/trainer/training/test_resume.py::test_kill_and_resume_is_bitwise",
-        "tests/comm/test_faults.py",
-        "tests/comm/test_managed.py",
+        "tests/comm/transport/test_failures.py",
+        "tests/comm/transport/test_torchft.py",
     ),
     "kills": ("tests/trainer/training/test_kill_matrix.py",),
 }

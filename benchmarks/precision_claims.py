@@ -19,8 +19,8 @@ The results come from the tables of finished runs in benchmarks/results:
     after training    nats lost when weights are quantized after training: the power of tokens with which they grow,
                       with a decaying and a constant learning rate; and the loss after it, which shows whether more
                       tokens still help
-    decay             nats lost after training with another schedule, as a multiple of those with cosine, at equal size
-                      and tokens
+    decay             nats lost after training with another schedule, as a multiple of the loss with cosine, at equal
+                      size and tokens
     robustness        nats lost when weights trained at low precision are quantized to still fewer bits, minus the
                       nats lost by the 16-bit run of the same size and tokens; and the difference of their final losses
     downstream        relation of accuracy on minimal pairs to the loss

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, strict JSON, and locks."""
+"""Atomic writes of files and folders, and strict JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import os
 import re
 import secrets
 import shutil
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from scantling.errors import RunError, UserError
-
-_LOCK_FILES: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def expand_path(path: str | Path) -> Path:
@@ -28,32 +25,6 @@ def expand_path(path: str | Path) -> Path:
 def cache_root() -> Path:
     """Return `$SCANTLING_CACHE`, or `~/.cache/scantling`."""
     return expand_path(os.environ.get("SCANTLING_CACHE") or "~/.cache/scantling")
-
-
-def open_lock_file(path: Path) -> IO[str]:
-    """Open a file for `flock`, not through a link, so that no other process keeps the lock after this one.
-
-    A lock lasts until all copies of its file descriptor are closed: forked children, such as workers that load data,
-    give theirs up as they begin.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    file = open(handle, "r+", encoding="utf-8")  # noqa: SIM115 (the caller closes it)
-    _LOCK_FILES.add(file)
-    return file
-
-
-def _give_up_locks() -> None:
-    """Put another file under each descriptor of a lock; its number stays taken until the file object is closed."""
-    files = [file for file in _LOCK_FILES if not file.closed]
-    with contextlib.suppress(OSError):
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) if files else -1
-        for file in files:
-            os.dup2(nothing, file.fileno(), inheritable=False)
-        if files:
-            os.close(nothing)
-
-
-os.register_at_fork(after_in_child=_give_up_locks)
 
 
 def fsync(path: Path) -> None:

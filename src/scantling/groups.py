@@ -91,6 +91,7 @@ def param_groups(
     """
     if not weight_decay >= 0.0:
         raise UserError(f"weight_decay must be at least 0; given {weight_decay!r}")
+    # Role of each parameter, then learning rates by parameter, then groups by (role, matrix dims, rate).
     claims = _claims(model)
     cores, controls = _list_ids(model, "cores"), _list_ids(model, "rank_gates")
     tables = {key for key, (role, _) in claims.items() if role == "embedding"}
@@ -109,6 +110,7 @@ def param_groups(
     if not any(param.requires_grad for param in model.parameters()):
         raise UserError(f"{type(model).__name__} has no trainable parameter; set requires_grad=True on what to train")
     for name, param in model.named_parameters():
+        # No optimizer can step packed codes and empty tensors.
         if not param.requires_grad and (param.dtype not in _TRAINABLE or not param.numel()):
             continue
         role, matrix_dims = claims[id(param)]
@@ -212,6 +214,7 @@ def _by_rule(path: str, module: nn.Module, heads: set[int]) -> Iterator[_Claim]:
             raise UserError(f"'{path}.{name}' has no shape yet; run one forward pass before grouping the parameters")
         ndim = param.ndim
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(param) in heads
+        # The first rule that applies; the class of the module goes before the shape.
         if is_embedding and ndim == 2:
             yield param, _BY_EMBEDDING, "embedding", ((0,), (1,))
         elif isinstance(module, _NORMS) or ndim < 2 or _is_bias(name):

@@ -82,6 +82,7 @@ def load_keeping_dtypes(
     before = optimizer.state, optimizer.param_groups
     saved: StateDict = {}
 
+    # Hooks run inside `load`: around the cast, and before hooks of other users see the state.
     def remove_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
         saved.update(given)
         return {**given, "state": {}}
@@ -102,7 +103,7 @@ def load_keeping_dtypes(
     )
     try:
         load(state_dict)
-    except Exception:
+    except Exception:  # nothing is loaded unless everything fits
         optimizer.state, optimizer.param_groups = before
         raise
     finally:

@@ -20,7 +20,7 @@ import scantling as sc
 from scantling.comm.exchange import MomentumExchange
 from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadGroup, together
-from tests.comm.test_exchange import exchange_of, gradient, params_of
+from tests.comm.test_exchange import gradient, make_exchange, make_params
 
 STEPS = 5
 
@@ -37,11 +37,11 @@ def stepped(made: MomentumExchange, params: list[nn.Parameter], rank: int, steps
 
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_delayed_result_is_that_of_the_call_before(size: int, strategy: str) -> None:
+def test_delay_returns_previous_result(size: int, strategy: str) -> None:
     def work(replicas: ThreadGroup) -> tuple[list[Any], list[Any]]:
-        plain, late = params_of(), params_of()
-        first = exchange_of(replicas, plain, exchange=strategy, check_every=2)
-        second = exchange_of(replicas, late, exchange=strategy, check_every=2, delay=1)
+        plain, late = make_params(), make_params()
+        first = make_exchange(replicas, plain, exchange=strategy, check_every=2)
+        second = make_exchange(replicas, late, exchange=strategy, check_every=2, delay=1)
         return (
             stepped(first, plain, replicas.rank, range(STEPS)),
             stepped(second, late, replicas.rank, range(STEPS)),
@@ -54,12 +54,12 @@ def test_a_delayed_result_is_that_of_the_call_before(size: int, strategy: str) -
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
+def test_delay_loses_only_the_nonfinite_step(saves: bool) -> None:
     """With a delay, the overflow is reported one call later, when the next gradients have already been sent."""
 
     def work(replicas: ThreadGroup) -> list[Any]:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1)
         found: list[Any] = []
         for step in range(4):
             for param in params:
@@ -78,7 +78,7 @@ def test_a_step_in_which_all_overflow_costs_no_other_one(saves: bool) -> None:
     assert together(2, work)[0] == [False, True, "overflow", True]
 
 
-def test_demo_leaves_no_gradient_of_one_replica_alone_behind() -> None:
+def test_demo_clears_local_gradients() -> None:
     param = nn.Parameter(torch.ones(8))
     optimizer = sc.DeMo([param], lr=1e-2, sync_every=2)
     for step in range(2):
@@ -87,16 +87,16 @@ def test_demo_leaves_no_gradient_of_one_replica_alone_behind() -> None:
         assert (param.grad is None) == (step == 0)
 
 
-def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
+def test_pending_result_is_saved_and_loaded() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1)
         stepped(made, params, replicas.rank, range(2))
         file = io.BytesIO()
         torch.save(made.state_dict(), file)
         wanted = stepped(made, params, replicas.rank, range(2, STEPS))
-        params = params_of()
-        again = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        again = make_exchange(replicas, params, delay=1)
         stepped(again, params, replicas.rank, range(7, 8))  # leaves a pending exchange, which loading replaces
         file.seek(0)
         again.load_state_dict(torch.load(file, weights_only=True))
@@ -110,18 +110,18 @@ def test_what_a_delay_holds_back_is_saved_and_loaded() -> None:
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
-def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> None:
+def test_pending_result_is_applied_without_delay(sync_every: int) -> None:
     """It is applied with the next call that has a result, also after a call in which all ranks overflow."""
 
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1)
         stepped(made, params, replicas.rank, range(2))
         state = copy.deepcopy(made.state_dict())
         pending = state["shared"]["pending"]
         found = []
         for shared in (state["shared"], {**state["shared"], "pending": {}}):
-            again = exchange_of(replicas, params, sync_every=sync_every)
+            again = make_exchange(replicas, params, sync_every=sync_every)
             again.load_state_dict({**state, "shared": shared})
             if sync_every == 1:
                 for param in params:
@@ -141,10 +141,10 @@ def test_what_a_delay_has_held_back_is_applied_without_one(sync_every: int) -> N
     together(2, work)
 
 
-def test_demo_with_a_delay_goes_on_bitwise() -> None:
+def test_demo_with_delay_resumes_bitwise() -> None:
     def work(replicas: ThreadGroup) -> None:
         def begin() -> tuple[list[nn.Parameter], sc.DeMo]:
-            params = params_of()
+            params = make_params()
             optimizer = sc.DeMo(params, lr=1e-2, topk=8, chunk=16, delay=1, residual="int8")
             optimizer.exchange.replicas = replicas
             return params, optimizer
@@ -181,7 +181,7 @@ def test_demo_with_a_delay_goes_on_bitwise() -> None:
     together(2, work)
 
 
-def test_what_is_held_back_is_cut_with_its_parameter() -> None:
+def test_slice_state_slices_pending_result() -> None:
     params = [nn.Parameter(torch.ones(64, 80))]
     made = MomentumExchange(params, delay=1, residual="int8")
     params[0].grad = torch.randn(64, 80)
@@ -212,7 +212,7 @@ def network(rank: int) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("sync_every", [1, 2])
-def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: int) -> None:
+def test_overlap_equals_exchange_after_backward(delay: int, sync_every: int) -> None:
     first_network()
 
     def results(
@@ -251,7 +251,7 @@ def test_overlap_with_the_backward_pass_changes_nothing(delay: int, sync_every: 
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_same_data_warns_with_overlap_too(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlap_warns_about_same_data(alike: bool, caplog: pytest.LogCaptureFixture) -> None:
     first_network()
 
     def work(replicas: ThreadGroup) -> None:
@@ -265,10 +265,10 @@ def test_same_data_warns_with_overlap_too(alike: bool, caplog: pytest.LogCapture
             net.zero_grad()
 
     together(2, work)
-    assert caplog.text.count("the gradients of all 2 replicas are identical") == alike
+    assert caplog.text.count("the gradients of all 2 replicas are the same") == alike
 
 
-def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
+def test_overlap_refuses_second_gradient() -> None:
     net, x = network(0)
     made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02)
     with made.overlapped():
@@ -279,7 +279,7 @@ def test_a_gradient_that_comes_again_after_it_left_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_one_process_goes_on_after_an_error_in_the_backward_pass(delay: int) -> None:
+def test_one_process_continues_after_backward_error(delay: int) -> None:
     net, x = network(0)
     made = MomentumExchange(sc.param_groups(net), overlap=True, bucket_mb=0.02, delay=delay)
     done = []
@@ -298,7 +298,7 @@ def test_one_process_goes_on_after_an_error_in_the_backward_pass(delay: int) -> 
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> None:
+def test_backward_error_on_one_replica_hangs_none(left: bool) -> None:
     first_network()
 
     def work(replicas: ThreadGroup) -> list[Tensor]:
@@ -327,7 +327,7 @@ def test_an_error_in_the_backward_pass_of_one_replica_hangs_none(left: bool) -> 
     assert all(map(torch.equal, one, other))
 
 
-def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
+def test_nonfinite_bucket_skips_only_that_bucket() -> None:
     def work(replicas: ThreadGroup) -> tuple[list[int], list[Tensor]]:
         net, x = network(replicas.rank)
         made = MomentumExchange(
@@ -352,12 +352,12 @@ def test_nan_in_one_bucket_leaves_a_replica_out_of_that_bucket_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"sync_every": 2}, {"overlap": True}], ids=str)
-def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[str, Any]) -> None:
+def test_local_nonfinite_is_known_at_once(options: dict[str, Any]) -> None:
     """The result is available at once, not at the next exchange or when this exchange's result arrives."""
 
     def work(replicas: ThreadGroup) -> list[bool]:
-        params, found = params_of(), []
-        made = exchange_of(replicas, params, **options)
+        params, found = make_params(), []
+        made = make_exchange(replicas, params, **options)
         for step in range(4):
             for param in params:
                 param.grad = gradient(replicas.rank, step, param.shape)
@@ -370,10 +370,10 @@ def test_a_replica_knows_at_once_that_its_gradients_are_withheld(options: dict[s
     assert together(2, work) == [[False] * 4, [False, False, True, False]]
 
 
-def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
+def test_error_in_flight_is_raised_by_next_step() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1)
         for param in params:
             param.grad = torch.full_like(param, torch.nan)
         made.exchange()
@@ -384,7 +384,7 @@ def test_an_error_on_its_way_is_raised_by_the_next_call() -> None:
 
 
 @pytest.mark.parametrize(("takes_s", "waits_s"), [(1.0, 10.0), (1000.0, 0.5)])
-def test_a_process_that_ends_waits_for_the_thread_but_not_for_ever(takes_s: float, waits_s: float) -> None:
+def test_exit_waits_for_thread_with_timeout(takes_s: float, waits_s: float) -> None:
     script = f"""
 import time, torch
 from scantling.comm.transport import background
@@ -412,13 +412,13 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
     assert text in str(error.value)
 
 
-def test_threads_end_with_what_they_work_for() -> None:
+def test_thread_ends_with_its_exchange() -> None:
     before = set(threading.enumerate())
 
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
+        params = make_params()
         for _ in range(3):
-            made = exchange_of(replicas, params, delay=1)
+            made = make_exchange(replicas, params, delay=1)
             stepped(made, params, replicas.rank, range(2))
             made.flush()
 

@@ -10,7 +10,7 @@ from scantling.comm import average_buffers
 from tests.comm.replicas import ThreadGroup, together
 
 
-def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None:
+def test_average_buffers_averages_running_statistics_only() -> None:
     nets = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)) for _ in range(3)]
     for rank, net in enumerate(nets):
         net.register_buffer("table", torch.full((5,), float(rank)), persistent=False)
@@ -31,7 +31,7 @@ def test_running_statistics_become_their_mean_and_nothing_else_changes() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_on_a_replica_does_not_reach_the_others(dtype: torch.dtype) -> None:
+def test_average_buffers_skips_nonfinite_replicas(dtype: torch.dtype) -> None:
     nets = [nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)).to(dtype) for _ in range(3)]
     for rank, net in enumerate(nets):
         net.register_buffer("mask", torch.full((5,), -torch.inf, dtype=dtype))
@@ -51,5 +51,5 @@ def test_what_is_not_finite_on_a_replica_does_not_reach_the_others(dtype: torch.
         assert net.mask.tolist() == [-torch.inf] * 5
 
 
-def test_a_model_without_them_sends_nothing() -> None:
+def test_average_buffers_without_buffers_sends_nothing() -> None:
     assert average_buffers(nn.Linear(3, 3)) == 0

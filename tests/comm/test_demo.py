@@ -27,7 +27,7 @@ def gradient(rank: int, step: int, shape: Any = SHAPE) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("topk", [2, 9, 400])
-def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
+def test_exchange_equals_plain_reference(size: int, topk: int) -> None:
     options = {"decay": 0.9, "topk": topk, "chunk": 20}
 
     def work(replicas: ThreadGroup) -> list[Tensor]:
@@ -50,7 +50,7 @@ def test_the_batched_exchange_is_the_plain_one(size: int, topk: int) -> None:
         torch.testing.assert_close(found[rank][-1], residuals[rank], rtol=1e-4, atol=1e-5)
 
 
-def test_compat_paper_leaves_the_momentum_of_vectors_as_their_gradient() -> None:
+def test_compat_paper_leaves_momentum_in_gradients_of_vectors() -> None:
     """Signs would remove the magnitudes that rank importance depends on."""
     params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64))]
     optimizer = DeMo(params, lr=0.5, topk=4096, compat="paper", values="fp32")
@@ -60,7 +60,7 @@ def test_compat_paper_leaves_the_momentum_of_vectors_as_their_gradient() -> None
     torch.testing.assert_close(params[1].grad / params[1].grad.norm(), gradient / gradient.norm())
 
 
-def test_compat_paper_is_the_published_algorithm() -> None:
+def test_compat_paper_equals_published_algorithm() -> None:
     """Gradients times lr, mean over senders, chunks that divide the sides, vectors too; then a decayed sign step."""
     shapes = [(96, 60), (50,)]
     rates = [0.01, 0.02, 0.005, 0.01, 0.01]
@@ -115,7 +115,7 @@ def train(net: nn.Module, optimizer: DeMo, steps: range, rank: int = 0) -> None:
         optimizer.step()
 
 
-def test_what_is_no_matrix_takes_adamws_step() -> None:
+def test_demo_steps_dense_parameters_like_adamw() -> None:
     net = model()
     optimizer = DeMo(sc.param_groups(net, weight_decay=0.1), lr=1e-3, dense_lr=5e-3, dense="fp32")
     wanted = copy.deepcopy(net)
@@ -135,7 +135,7 @@ def test_what_is_no_matrix_takes_adamws_step() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update", ["sign", "identity", "muon"])
-def test_a_saved_run_goes_on_to_the_bit(dtype: torch.dtype, update: Any) -> None:
+def test_saved_state_resumes_bitwise(dtype: torch.dtype, update: Any) -> None:
     straight, stopped, resumed = (model(dtype) for _ in range(3))
     options: dict[str, Any] = {"lr": 1e-2, "topk": 8, "chunk": 16, "update": update, "dense": "sign"}
     whole = DeMo(sc.param_groups(straight), **options)
@@ -154,7 +154,7 @@ def test_a_saved_run_goes_on_to_the_bit(dtype: torch.dtype, update: Any) -> None
     assert second.exchange.step == 6
 
 
-def test_local_and_shared_state_apart() -> None:
+def test_local_and_shared_state_load_separately() -> None:
     def work(replicas: ThreadGroup) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
         straight, net = model(), model()
         both = [DeMo(sc.param_groups(each), lr=1e-2, topk=8, chunk=16, dense="sign") for each in (straight, net)]
@@ -184,7 +184,7 @@ def test_local_and_shared_state_apart() -> None:
     assert all("residual" not in entries for entries in found[0][2]["state"].values())
 
 
-def test_a_replica_without_a_residual_counts_as_one_with_zeros() -> None:
+def test_merge_counts_a_missing_residual_as_zeros() -> None:
     states = [{"world_size": 2, "rank": rank, "residuals": {}} for rank in range(2)]
     states[1]["residuals"] = {"weight": torch.full((3,), 4.0)}
     assert merge_local_states(states)["residuals"]["weight"].tolist() == [2.0] * 3
@@ -194,7 +194,7 @@ def test_a_replica_without_a_residual_counts_as_one_with_zeros() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"residual": "int8"}], ids=str)
-def test_ranks_of_cores_are_removed_from_its_state(options: dict[str, Any]) -> None:
+def test_rank_adapter_slices_demo_state(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = sc.TTLinear(256, 256, rank=24, num_modes=2, bias=False)
     adapter = sc.RankAdapter(layer, size_target=0.5, steps=4, interval=1)
@@ -221,7 +221,7 @@ def test_ranks_of_cores_are_removed_from_its_state(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("compat", [None, "paper"])
-def test_replicas_choose_the_same_ranks(compat: Any) -> None:
+def test_replicas_select_the_same_ranks(compat: Any) -> None:
     """Replicas see different data; the choice uses the exchanged gradients, which are equal on all replicas."""
 
     made = []
@@ -252,7 +252,7 @@ def test_replicas_choose_the_same_ranks(compat: Any) -> None:
     assert all(map(torch.equal, params, other_params))
 
 
-def test_the_loss_falls() -> None:
+def test_demo_lowers_the_loss() -> None:
     torch.manual_seed(0)
     target, start = nn.Linear(64, 64, bias=False).requires_grad_(False), nn.Linear(64, 64, bias=False)
 
@@ -276,7 +276,7 @@ def test_the_loss_falls() -> None:
 
 
 @pytest.mark.parametrize("sync_every", [1, 2])
-def test_a_step_that_overlaps_counts_and_is_the_step(sync_every: int) -> None:
+def test_overlapped_step_counts_once(sync_every: int) -> None:
     """One process, with some missing gradients: some buckets are sent in the backward pass, others in `step`."""
     ends = []
     for overlap in (False, True):
@@ -294,7 +294,7 @@ def test_a_step_that_overlaps_counts_and_is_the_step(sync_every: int) -> None:
     assert all(map(torch.equal, *ends))
 
 
-def test_a_scaler_does_not_go_with_overlap() -> None:
+def test_overlap_refuses_grad_scaler() -> None:
     net = nn.Linear(64, 64)
     optimizer = DeMo(net.parameters(), lr=1e-2, overlap=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -304,7 +304,7 @@ def test_a_scaler_does_not_go_with_overlap() -> None:
         scaler.step(optimizer)
 
 
-def test_a_closure_is_refused() -> None:
+def test_demo_refuses_closure() -> None:
     optimizer = DeMo([nn.Parameter(torch.ones(64, 64))], lr=1e-3)
     with pytest.raises(UserError, match="takes no closure"):
         optimizer.step(lambda: 0.0)

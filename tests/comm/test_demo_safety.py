@@ -20,11 +20,11 @@ from scantling.comm.exchange import MomentumExchange
 from scantling.comm.transport.group import ReplicaGroup, _warn_without_group
 from scantling.errors import NonFiniteError, PayloadError, UserError
 from tests.comm.replicas import ThreadGroup, together
-from tests.comm.test_exchange import exchange_of, gradient, params_of
+from tests.comm.test_exchange import gradient, make_exchange, make_params
 from tests.processes import run
 
 
-def demo_of(replicas: ReplicaGroup | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
+def make_demo(replicas: ReplicaGroup | None, params: list[nn.Parameter], **options: Any) -> sc.DeMo:
     made = sc.DeMo(params, **{"lr": 1e-2, "topk": 8, "chunk": 16, **options})
     if replicas is not None:
         made.exchange.replicas = replicas
@@ -37,9 +37,9 @@ def fill(params: list[nn.Parameter], rank: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_frozen_parameters_are_left_alone(weight_decay: float) -> None:
-    params = params_of()
-    optimizer = demo_of(None, params, weight_decay=weight_decay)
+def test_demo_skips_frozen_parameters(weight_decay: float) -> None:
+    params = make_params()
+    optimizer = make_demo(None, params, weight_decay=weight_decay)
     fill(params, 0, 0)
     optimizer.step()
     frozen = (params[0], params[4])
@@ -67,10 +67,10 @@ def test_frozen_parameters_are_left_alone(weight_decay: float) -> None:
         ({"dense_lr": 3e-2}, "dense_ratio 3"),
     ],
 )
-def test_rates_and_updates_that_differ_are_named(options: dict[str, Any], text: str) -> None:
+def test_differing_lr_and_update_are_named(options: dict[str, Any], text: str) -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        optimizer = demo_of(replicas, params, **(options if replicas.rank == 1 else {}))
+        params = make_params()
+        optimizer = make_demo(replicas, params, **(options if replicas.rank == 1 else {}))
         fill(params, replicas.rank, 0)
         optimizer.step()
 
@@ -79,10 +79,10 @@ def test_rates_and_updates_that_differ_are_named(options: dict[str, Any], text: 
     assert text in str(error.value)
 
 
-def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
+def test_checkpoint_loaded_on_one_rank_is_named() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params)
+        params = make_params()
+        made = make_exchange(replicas, params)
         if replicas.rank == 1:
             made.load_shared_state_dict({"step": 5})
         made.exchange()
@@ -91,10 +91,10 @@ def test_a_checkpoint_that_one_rank_alone_has_loaded_is_named() -> None:
         together(3, work)
 
 
-def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_options_warn_before_comparison(caplog: pytest.LogCaptureFixture) -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params)
+        params = make_params()
+        made = make_exchange(replicas, params)
         for step in range(3):
             params[0].requires_grad_(step != 1)
             fill(params, replicas.rank, step)
@@ -108,9 +108,9 @@ def test_a_change_that_may_be_one_ranks_alone_is_said_before_it_ends_badly(caplo
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite(bad: int) -> None:
+def test_find_mismatch_prefers_finite_then_lower_rank(bad: int) -> None:
     def work(replicas: ThreadGroup) -> tuple[Any, Any]:
-        damaged, other = params_of(), params_of()
+        damaged, other = make_params(), make_params()
         with torch.no_grad():
             if replicas.rank == bad:
                 damaged[2][0, 0, 0] = torch.nan
@@ -122,10 +122,10 @@ def test_of_two_replicas_the_finite_one_is_sound_and_the_lower_one_of_two_finite
         assert apart == (1, 3, 0)
 
 
-def test_wire_bytes_are_those_of_the_step() -> None:
+def test_wire_bytes_are_of_the_step() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, sync_every=2, state_sync_every=2, check_every=None)
+        params = make_params()
+        made = make_exchange(replicas, params, sync_every=2, state_sync_every=2, check_every=None)
         found = []
         for step in range(8):
             fill(params, replicas.rank, step)
@@ -143,10 +143,10 @@ def test_wire_bytes_are_those_of_the_step() -> None:
     together(2, work)
 
 
-def test_who_was_left_out_is_of_the_step() -> None:
+def test_nonfinite_ranks_are_of_the_step() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, sync_every=2)
+        params = make_params()
+        made = make_exchange(replicas, params, sync_every=2)
         found = []
         for step in range(4):
             fill(params, replicas.rank, step)
@@ -159,9 +159,9 @@ def test_who_was_left_out_is_of_the_step() -> None:
     together(2, work)
 
 
-def test_nan_between_exchanges_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    params = params_of()
-    made = exchange_of(None, params, sync_every=2)
+def test_nan_between_exchanges_warns(caplog: pytest.LogCaptureFixture) -> None:
+    params = make_params()
+    made = make_exchange(None, params, sync_every=2)
     fill(params, 0, 0)
     params[0].grad[0, 0] = torch.inf
     with caplog.at_level(logging.WARNING):
@@ -169,7 +169,7 @@ def test_nan_between_exchanges_is_told(caplog: pytest.LogCaptureFixture) -> None
     assert "step 1, rank 0: NaN or Inf gradients are left out" in caplog.text
 
 
-def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_overflowing_residual_is_reset(caplog: pytest.LogCaptureFixture) -> None:
     param = nn.Parameter(torch.zeros(64, 64))
     made = MomentumExchange([param], topk=8, decay=1.0)
     param.grad = torch.full((64, 64), 1e34)
@@ -189,9 +189,9 @@ def test_large_gradients_are_finite_and_a_residual_that_overflows_begins_anew(ca
     assert torch.isfinite(param.grad).all()
 
 
-def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
+def test_divergence_with_missing_residuals() -> None:
     def work(replicas: ThreadGroup) -> float | None:
-        params = params_of()
+        params = make_params()
         made = MomentumExchange(params, check_every=1, process_group=replicas)
         for step in range(3):
             fill(params, replicas.rank, step)
@@ -204,8 +204,8 @@ def test_replicas_are_compared_though_one_has_lost_its_residuals() -> None:
     assert apart[0] == apart[1] > 0.0
 
 
-def test_local_steps_leave_a_step_with_nan_out() -> None:
-    params = params_of()
+def test_local_steps_skip_nan() -> None:
+    params = make_params()
     inner = torch.optim.AdamW(params, lr=1e-3)
     local = LocalSteps(inner, MomentumExchange(params), sync_every=2, outer_lr=1.0)
     for step in range(4):
@@ -218,19 +218,19 @@ def test_local_steps_leave_a_step_with_nan_out() -> None:
         assert all(torch.isfinite(value).all() for value in inner.state[param].values())
 
 
-def test_the_state_of_another_rank_is_refused() -> None:
+def test_load_refuses_state_of_another_rank() -> None:
     def work(replicas: ThreadGroup) -> dict[str, Any]:
-        params = params_of()
-        optimizer = demo_of(replicas, params)
+        params = make_params()
+        optimizer = make_demo(replicas, params)
         fill(params, replicas.rank, 0)
         optimizer.step()
         return optimizer.state_dict()
 
     first, second = together(2, work)
-    assert "replica" not in demo_of(None, params_of()).param_groups[0]
+    assert "replica" not in make_demo(None, make_params()).param_groups[0]
 
     def load(replicas: ThreadGroup) -> None:
-        optimizer = demo_of(replicas, params_of())
+        optimizer = make_demo(replicas, make_params())
         optimizer.load_state_dict((first, second)[replicas.rank])
         assert optimizer.exchange.local_state_dict()["residuals"]
         optimizer.load_state_dict(first)
@@ -239,10 +239,10 @@ def test_the_state_of_another_rank_is_refused() -> None:
         together(2, load)
 
 
-def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
+def test_stale_owner_reply_is_refused() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, exchange="owner")
+        params = make_params()
+        made = make_exchange(replicas, params, exchange="owner")
         seen: list[Tensor] = []
 
         def keep(message: Tensor) -> Tensor:
@@ -271,9 +271,9 @@ def test_an_owner_that_answers_with_an_old_message_is_refused() -> None:
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301
-def test_copies_step_alike_and_share_nothing(clone: Any) -> None:
-    params = params_of()
-    optimizer = demo_of(None, params, delay=1)
+def test_copies_step_equally_and_share_nothing(clone: Any) -> None:
+    params = make_params()
+    optimizer = make_demo(None, params, delay=1)
     for step in range(2):
         fill(params, 0, step)
         optimizer.step()
@@ -287,10 +287,10 @@ def test_copies_step_alike_and_share_nothing(clone: Any) -> None:
     assert all(param is not other for param, other in zip(params, others, strict=True))
 
 
-def test_a_grad_scaler_steps_as_without_one() -> None:
+def test_grad_scaler_does_not_change_steps() -> None:
     def trained(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
-        params = params_of()
-        optimizer = demo_of(None, params, update="identity", values="fp32", dense="fp32")
+        params = make_params()
+        optimizer = make_demo(None, params, update="identity", values="fp32", dense="fp32")
         for step in range(3):
             loss = sum((param * gradient(0, step, param.shape)).sum() for param in params)
             optimizer.zero_grad()
@@ -309,10 +309,10 @@ def test_a_grad_scaler_steps_as_without_one() -> None:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCaptureFixture, clips: bool) -> None:
-    params = params_of()
+def test_grad_scaler_overflow_skips_step(caplog: pytest.LogCaptureFixture, clips: bool) -> None:
+    params = make_params()
     before = [param.detach().clone() for param in params]
-    optimizer = demo_of(None, params)
+    optimizer = make_demo(None, params)
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
     scaler.scale(sum((param * 1e3).sum() for param in params)).backward()
     if clips:
@@ -331,9 +331,9 @@ def test_an_overflow_under_a_grad_scaler_leaves_a_step_out(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("size", [1e37, 3.4e38])
 @pytest.mark.parametrize("dense", ["bf16", "int8", "int4", "sign"])
-def test_a_gradient_too_large_for_its_way_is_left_out(dense: Any, size: float) -> None:
-    params = params_of()
-    optimizer = demo_of(None, params, dense=dense, values="sign")
+def test_gradient_too_large_for_bf16_is_skipped(dense: Any, size: float) -> None:
+    params = make_params()
+    optimizer = make_demo(None, params, dense=dense, values="sign")
     for param in params:
         param.grad = torch.full_like(param, size)
     with pytest.raises(NonFiniteError):
@@ -344,23 +344,23 @@ def test_a_gradient_too_large_for_its_way_is_left_out(dense: Any, size: float) -
     assert all(bool(torch.isfinite(param).all()) for param in params)
 
 
-def test_a_replica_with_other_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_with_other_thread_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     here = threading.local()
     monkeypatch.setattr(torch, "get_num_threads", lambda: here.threads)
 
     def work(replicas: ThreadGroup) -> None:
         here.threads = 4 if replicas.rank == 2 else 1
-        optimizer = demo_of(replicas, params_of())
+        optimizer = make_demo(replicas, make_params())
         with pytest.raises(UserError, match=r"rank 2 .* it has PyTorch .* 4 threads; they have .* OMP_NUM_THREADS"):
             optimizer.step()
 
     together(3, work)
 
 
-def test_a_grad_scaler_beside_an_exchange_keeps_replicas_alike() -> None:
+def test_grad_scaler_with_exchange_keeps_replicas_equal() -> None:
     def work(replicas: ThreadGroup) -> tuple[list[Tensor], float]:
-        params = params_of()
-        made, optimizer = exchange_of(replicas, params, check_every=1), torch.optim.AdamW(params, lr=1e-2)
+        params = make_params()
+        made, optimizer = make_exchange(replicas, params, check_every=1), torch.optim.AdamW(params, lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(5):
             optimizer.zero_grad()
@@ -383,7 +383,7 @@ def test_a_grad_scaler_beside_an_exchange_keeps_replicas_alike() -> None:
     assert (scale, lower) == (512.0, 256.0)
 
 
-def test_parameters_of_one_name_keep_residuals_of_their_own() -> None:
+def test_parameters_with_equal_names_have_own_residuals() -> None:
     nets = [nn.Linear(64, 64), nn.Linear(64, 64)]
     optimizer = sc.DeMo([{"params": list(net.named_parameters())} for net in nets], lr=1e-2)
     for net in nets:
@@ -399,7 +399,7 @@ def test_parameters_of_one_name_keep_residuals_of_their_own() -> None:
     )
 
 
-def test_a_group_may_be_one_tensor_and_the_whole_may_not() -> None:
+def test_group_may_be_one_tensor() -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     exchange = sc.MomentumExchange([{"params": weight}], topk=8)
     weight.grad = given = torch.randn(64, 64)
@@ -409,7 +409,7 @@ def test_a_group_may_be_one_tensor_and_the_whole_may_not() -> None:
         sc.MomentumExchange(weight)  # type: ignore[arg-type]
 
 
-def test_the_rate_of_what_is_dense() -> None:
+def test_dense_lr() -> None:
     def moved(groups: list[dict[str, Any]], **options: Any) -> list[float]:
         optimizer = sc.DeMo(groups, **options)
         before = [param.clone() for group in groups for param in group["params"]]
@@ -433,7 +433,7 @@ def test_the_rate_of_what_is_dense() -> None:
         sc.DeMo([nn.Parameter(torch.zeros(5))], lr=0.0, dense_lr=0.1)
 
 
-def test_a_rate_of_what_is_dense_that_changes_holds_from_then_on() -> None:
+def test_changed_dense_lr_takes_effect() -> None:
     param = nn.Parameter(torch.zeros(5))
     optimizer = sc.DeMo([param], lr=0.1, dense_lr=0.01, dense="fp32")
     group, moved = optimizer.param_groups[0], []
@@ -449,7 +449,7 @@ def test_a_rate_of_what_is_dense_that_changes_holds_from_then_on() -> None:
         optimizer.step()
 
 
-def test_what_is_dense_keeps_double_precision() -> None:
+def test_dense_step_keeps_double_precision() -> None:
     params = [nn.Parameter(torch.full((5,), 1.0 + 1e-12, dtype=torch.float64)), nn.Parameter(torch.ones(5))]
     optimizer = sc.DeMo(params, lr=1e-10, dense="fp32")
     for _ in range(2):
@@ -476,14 +476,14 @@ def test_what_is_dense_keeps_double_precision() -> None:
         ),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(given: Any, text: str) -> None:
+def test_refused_state_changes_nothing(given: Any, text: str) -> None:
     def run_on(*, refused: bool) -> list[Tensor]:
-        params = params_of()
-        optimizer = demo_of(None, params, exchange="owner", delay=1)
+        params = make_params()
+        optimizer = make_demo(None, params, exchange="owner", delay=1)
         for step in range(4):
             if refused and step == 2:
                 with pytest.raises(UserError, match=text):
-                    optimizer.load_state_dict(given(params_of()))
+                    optimizer.load_state_dict(given(make_params()))
             fill(params, 0, step)
             optimizer.step()
         return params
@@ -491,7 +491,7 @@ def test_a_state_that_does_not_fit_changes_nothing(given: Any, text: str) -> Non
     assert all(map(torch.equal, run_on(refused=True), run_on(refused=False)))
 
 
-def test_vectors_of_the_published_form_go_through_muons_map_too() -> None:
+def test_compat_paper_orthogonalizes_vectors() -> None:
     params = [nn.Parameter(torch.zeros(33)), nn.Parameter(torch.tensor(1.0))]
     optimizer = sc.DeMo(params, lr=0.1, compat="paper", update="muon", topk=4, chunk=16)
     for param in params:
@@ -511,7 +511,7 @@ def test_vectors_of_the_published_form_go_through_muons_map_too() -> None:
         ),
     ],
 )
-def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None:
+def test_exchange_refuses_bad_groups(groups: list[dict[str, Any]], text: str) -> None:
     with pytest.raises(UserError) as error:
         MomentumExchange(groups).planned_wire_bytes(2)
     assert text in str(error.value)
@@ -519,10 +519,10 @@ def test_groups_that_do_not_fit(groups: list[dict[str, Any]], text: str) -> None
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("strategy", ["all_gather", "owner", "dense"])
-def test_nothing_to_exchange_is_no_error(strategy: Any, delay: int) -> None:
+def test_exchange_without_trained_parameters(strategy: Any, delay: int) -> None:
     def work(replicas: ThreadGroup) -> None:
         params = [nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(0, 3))]
-        optimizer = demo_of(replicas, params, exchange=strategy, delay=delay, weight_decay=0.1)
+        optimizer = make_demo(replicas, params, exchange=strategy, delay=delay, weight_decay=0.1)
         made = MomentumExchange(params[:1], exchange=strategy, delay=delay, check_every=1, process_group=replicas)
         for step in range(3):
             optimizer.step()
@@ -536,14 +536,14 @@ def test_nothing_to_exchange_is_no_error(strategy: Any, delay: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
-def test_another_default_dtype_changes_nothing(strategy: Any) -> None:
-    begin = params_of()
+def test_default_dtype_does_not_change_exchange(strategy: Any) -> None:
+    begin = make_params()
     given = [[[gradient(rank, step, param.shape) for param in begin] for step in range(3)] for rank in range(2)]
     given[1][1][0][0, 0] = torch.nan
 
     def work(replicas: ThreadGroup) -> list[Tensor]:
         params = copy.deepcopy(begin)
-        optimizer = demo_of(replicas, params, exchange=strategy, values="int8")
+        optimizer = make_demo(replicas, params, exchange=strategy, values="int8")
         for step in range(3):
             for param, value in zip(params, given[replicas.rank][step], strict=True):
                 param.grad = value.clone()
@@ -559,7 +559,7 @@ def test_another_default_dtype_changes_nothing(strategy: Any) -> None:
     assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_compat_and_parameters_given_twice() -> None:
+def test_add_param_group_refuses_compat_and_duplicates() -> None:
     optimizer = sc.DeMo([nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(UserError, match="compat must be the same in all groups; given 'paper' and None"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "compat": "paper"})
@@ -571,21 +571,19 @@ def test_compat_and_parameters_given_twice() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_same_data_on_all_replicas_warns(same: bool, caplog: pytest.LogCaptureFixture) -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
+        params = make_params()
         fill(params, 0 if same else replicas.rank, 0)
-        exchange_of(replicas, params).exchange()
+        make_exchange(replicas, params).exchange()
 
     with caplog.at_level(logging.WARNING):
         together(2, work)
     assert ("all read the same data" in caplog.text) == same
 
 
-def test_a_replica_does_not_train_alone_unseen(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_process_group_is_noticed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def stepped() -> sc.DeMo:
-        params = params_of()
-        optimizer = demo_of(None, params)
+        params = make_params()
+        optimizer = make_demo(None, params)
         fill(params, 0, 0)
         optimizer.step()
         return optimizer
@@ -598,14 +596,14 @@ def test_a_replica_does_not_train_alone_unseen(
     left: list[sc.DeMo] = []
     run(1, lambda: left.append(stepped()))
     for action in (left[0].step, left[0].state_dict):
-        with pytest.raises(UserError, match="the process group of this exchange was destroyed"):
+        with pytest.raises(UserError, match="the process group of this exchange is gone"):
             action()
 
 
-def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> None:
+def test_late_process_group_compares_replicas() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        optimizer = demo_of(None, params)
+        params = make_params()
+        optimizer = make_demo(None, params)
         for joined in (False, True):
             if joined:
                 optimizer.exchange.replicas = replicas
@@ -630,7 +628,7 @@ def test_who_stepped_alone_before_the_group_is_compared_when_it_is_there() -> No
         ("list", {"compat": "paper", "dense_lr": 1e-3}, "leave dense_lr out"),
     ],
 )
-def test_what_demo_refuses(given: Any, options: dict[str, Any], text: str) -> None:
+def test_demo_refuses_bad_input(given: Any, options: dict[str, Any], text: str) -> None:
     model = nn.Linear(80, 80)
     params = list(model.parameters())
     forms = {"list": params, "model": model, "twice": [params[0], params[0]]}
@@ -642,7 +640,7 @@ def test_what_demo_refuses(given: Any, options: dict[str, Any], text: str) -> No
         sc.DeMo(taken, 1e-3, **options)
 
 
-def test_an_exchange_alone_refuses_what_is_no_group() -> None:
+def test_exchange_refuses_incomplete_groups() -> None:
     params = list(nn.Linear(80, 80).parameters())
     with pytest.raises(UserError, match="given the keys param"):
         MomentumExchange([{"param": params}])
@@ -650,7 +648,7 @@ def test_an_exchange_alone_refuses_what_is_no_group() -> None:
         MomentumExchange([{"params": params, "compat": "paper"}])
 
 
-def test_a_state_of_another_kind_is_named() -> None:
+def test_load_names_missing_key_of_state() -> None:
     params = list(nn.Linear(80, 80).parameters())
     exchange, optimizer = MomentumExchange(params), sc.DeMo(params, 1e-3)
     for load, state, text in (
@@ -676,9 +674,9 @@ LATE = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in LATE.items() for value in values], ids=str)
-def test_an_option_changed_in_training_is_checked(key: str, value: Any) -> None:
-    params = params_of()
-    optimizer = demo_of(None, params)
+def test_changed_option_is_checked(key: str, value: Any) -> None:
+    params = make_params()
+    optimizer = make_demo(None, params)
     fill(params, 0, 0)
     optimizer.step()
     before = [param.clone() for param in params]
@@ -688,9 +686,9 @@ def test_an_option_changed_in_training_is_checked(key: str, value: Any) -> None:
     assert all(map(torch.equal, before, params))
 
 
-def test_a_schedule_may_end_at_zero() -> None:
-    params = params_of()
-    optimizer = demo_of(None, params, dense_lr=1e-3)
+def test_lr_schedule_may_end_at_zero() -> None:
+    params = make_params()
+    optimizer = make_demo(None, params, dense_lr=1e-3)
     for lr in (1e-2, 0.0):
         optimizer.param_groups[0]["lr"] = lr
         before = [param.clone() for param in params]
@@ -699,8 +697,8 @@ def test_a_schedule_may_end_at_zero() -> None:
     assert all(map(torch.equal, before, params))
 
 
-def test_a_pickle_says_that_its_process_group_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = demo_of(ReplicaGroup(), params_of())
+def test_pickle_warns_about_lost_process_group(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = make_demo(ReplicaGroup(), make_params())
     pickle.loads(pickle.dumps(optimizer))  # noqa: S301
     copy.deepcopy(optimizer)
     assert "its own process group" not in caplog.text
@@ -711,8 +709,8 @@ def test_a_pickle_says_that_its_process_group_is_lost(caplog: pytest.LogCaptureF
     assert "its own process group" in caplog.text
 
 
-def test_states_of_another_kind_are_refused() -> None:
-    optimizer = demo_of(None, params_of())
+def test_load_refuses_other_kinds_of_state() -> None:
+    optimizer = make_demo(None, make_params())
     state = optimizer.local_state_dict()
     for residuals in ([], {"x": 3}):
         with pytest.raises(UserError, match="residual"):

@@ -15,12 +15,12 @@ from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadGroup, together
 
 
-def params_of() -> list[nn.Parameter]:
+def make_params() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((70, 130), (300,), (3, 40, 50))]
 
 
-def exchange_of(replicas: ReplicaGroup, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+def make_exchange(replicas: ReplicaGroup, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
     made = MomentumExchange(params, **{"topk": 8, "chunk": 16, "decay": 0.9, **options})
     made.replicas = replicas
     return made
@@ -38,8 +38,8 @@ def test_dense_exchange_applies_the_mean_momentum(options: dict[str, Any]) -> No
     size, steps = 3, 6
 
     def work(replicas: ThreadGroup) -> list[list[Tensor]]:
-        params = params_of()
-        made = exchange_of(replicas, params, exchange="dense", dense="fp32", **options)
+        params = make_params()
+        made = make_exchange(replicas, params, exchange="dense", dense="fp32", **options)
         found = []
         for step in range(steps):
             give(params, replicas.rank, step)
@@ -52,7 +52,7 @@ def test_dense_exchange_applies_the_mean_momentum(options: dict[str, Any]) -> No
         return found
 
     all_of_them = together(size, work)
-    given = params_of()
+    given = make_params()
     expected = [torch.zeros_like(param) for param in given]
     for step, found in enumerate(all_of_them[0]):
         grads = []
@@ -72,8 +72,8 @@ def test_dense_exchange_applies_the_mean_momentum(options: dict[str, Any]) -> No
 
 def test_dense_exchange_skips_nonfinite_rank() -> None:
     def work(replicas: ThreadGroup) -> Tensor:
-        params = params_of()
-        made = exchange_of(replicas, params, exchange="dense", dense="fp32", decay=0.0)
+        params = make_params()
+        made = make_exchange(replicas, params, exchange="dense", dense="fp32", decay=0.0)
         give(params, replicas.rank, 0)
         if replicas.rank == 1:
             params[0].grad[3, 4] = torch.nan
@@ -85,7 +85,7 @@ def test_dense_exchange_skips_nonfinite_rank() -> None:
             made.exchange()
         return found
 
-    found, params = together(3, work), params_of()
+    found, params = together(3, work), make_params()
     grads = []
     for rank in (0, 2):
         give(params, rank, 0)
@@ -96,6 +96,6 @@ def test_dense_exchange_skips_nonfinite_rank() -> None:
 
 def test_dense_exchange_refuses_sync_every_and_paper() -> None:
     with pytest.raises(UserError, match=r"set sync_every=1; given 4"):
-        MomentumExchange(params_of(), sync_every=4, exchange="dense")
+        MomentumExchange(make_params(), sync_every=4, exchange="dense")
     with pytest.raises(UserError, match="compat='paper'"):
-        sc.DeMo(params_of(), lr=1e-3, compat="paper", exchange="dense")
+        sc.DeMo(make_params(), lr=1e-3, compat="paper", exchange="dense")

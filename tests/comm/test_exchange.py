@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm.config import Values
-from scantling.comm.consistency import _describe_environment
+from scantling.comm.consistency import _describe_decoder
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import make_block_groups, make_spec
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
@@ -30,7 +30,7 @@ SHAPES = {
 EMBEDDING = (50, 96)
 
 
-def params_of(seed: int = 0) -> list[nn.Parameter]:
+def make_params(seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in (*SHAPES.values(), EMBEDDING)]
 
@@ -45,7 +45,7 @@ def gradient(rank: int, step: int, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def exchange_of(replicas: ThreadGroup | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
+def make_exchange(replicas: ThreadGroup | None, params: list[nn.Parameter], **options: Any) -> MomentumExchange:
     made = MomentumExchange(group_by_param(params), **{"topk": 8, "chunk": 16, **options})
     if replicas is not None:
         made.replicas = replicas
@@ -59,12 +59,12 @@ def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("values", get_args(Values))
-def test_nothing_is_lost(size: int, strategy: str, values: str) -> None:
+def test_error_feedback_loses_nothing(size: int, strategy: str, values: str) -> None:
     """Without decay, the mean gradient over replicas, summed over steps, equals the applied updates plus residuals."""
 
     def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        params = params_of()
-        made = exchange_of(replicas, params, decay=1.0, values=values, dense=values, exchange=strategy)
+        params = make_params()
+        made = make_exchange(replicas, params, decay=1.0, values=values, dense=values, exchange=strategy)
         given = [torch.zeros_like(param) for param in params]
         applied = [torch.zeros_like(param) for param in params]
         for step in range(4):
@@ -85,26 +85,26 @@ def test_nothing_is_lost(size: int, strategy: str, values: str) -> None:
         torch.testing.assert_close(found[0][1][place] + mean_left, mean_given, rtol=1e-4, atol=2e-5)
 
 
-def test_with_everything_sent_it_is_the_mean_of_the_gradients() -> None:
+def test_exchange_of_all_coefficients_is_the_mean_gradient() -> None:
     def work(replicas: ThreadGroup) -> list[Tensor]:
-        params = params_of()
-        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32")
+        params = make_params()
+        made = make_exchange(replicas, params, topk=256, values="fp32", dense="fp32")
         for param in params:
             param.grad = gradient(replicas.rank, 0, param.shape)
         made.exchange()
         return [param.grad for param in params]
 
     found = together(3, work)
-    for place, param in enumerate(params_of()):
+    for place, param in enumerate(make_params()):
         wanted = torch.stack([gradient(rank, 0, param.shape) for rank in range(3)]).mean(0)
         torch.testing.assert_close(found[0][place], wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
-def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
+def test_exchange_skips_nonfinite_rank(strategy: str) -> None:
     def work(replicas: ThreadGroup) -> tuple[list[list[Tensor]], MomentumExchange]:
-        params = params_of()
-        made = exchange_of(replicas, params, topk=256, values="fp32", dense="fp32", exchange=strategy, decay=0.0)
+        params = make_params()
+        made = make_exchange(replicas, params, topk=256, values="fp32", dense="fp32", exchange=strategy, decay=0.0)
         steps = []
         for step in range(3):
             for param in params:
@@ -118,16 +118,16 @@ def test_a_replica_with_nan_is_left_out_and_comes_back(strategy: str) -> None:
 
     found = together(3, work)
     for step, ranks in enumerate([(0, 1, 2), (0, 2), (0, 1, 2)]):
-        for place, param in enumerate(params_of()):
+        for place, param in enumerate(make_params()):
             wanted = torch.stack([gradient(rank, step, param.shape) for rank in ranks]).mean(0)
             assert torch.equal(found[0][0][step][place], found[1][0][step][place])
             torch.testing.assert_close(found[1][0][step][place], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
+def test_exchange_stops_when_all_ranks_are_nonfinite() -> None:
     def work(replicas: ThreadGroup) -> tuple[str, list[Tensor]]:
-        params = params_of()
-        made = exchange_of(replicas, params)
+        params = make_params()
+        made = make_exchange(replicas, params)
         for param in params:
             param.grad = gradient(replicas.rank, 0, param.shape)
         made.exchange()
@@ -143,25 +143,25 @@ def test_when_all_are_nan_it_stops_everywhere_and_nothing_has_changed() -> None:
     assert first[0] == second[0]
 
 
-def test_other_weights_are_named_with_their_rank() -> None:
+def test_exchange_names_tensor_and_rank_of_other_weights() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
+        params = make_params()
         if replicas.rank == 2:
             with torch.no_grad():
                 params[2][1, 2, 3] += 1e-6
-        exchange_of(replicas, params).exchange()
+        make_exchange(replicas, params).exchange()
 
     with pytest.raises(UserError, match="rank 2 differs from the others: stack has other values"):
         together(3, work)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_compares_replicas_again(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A replica that has already exchanged logs a warning, because it may be the only one that loads a state."""
 
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params)
+        params = make_params()
+        made = make_exchange(replicas, params)
         assert made.strategy
         if begun:
             made.exchange()
@@ -177,9 +177,9 @@ def test_after_a_load_replicas_are_compared_again(begun: bool, caplog: pytest.Lo
     assert caplog.text.count("or a state was loaded; comparing") == 2 * (1 + begun)
 
 
-def test_other_options_are_named_with_their_rank() -> None:
+def test_exchange_names_rank_of_other_options() -> None:
     def work(replicas: ThreadGroup) -> None:
-        exchange_of(replicas, params_of(), topk=4 if replicas.rank == 1 else 8).exchange()
+        make_exchange(replicas, make_params(), topk=4 if replicas.rank == 1 else 8).exchange()
 
     with pytest.raises(UserError, match=r"rank 1 differs from the others in square: it has topk 4; they have topk 8$"):
         together(3, work)
@@ -194,23 +194,23 @@ def unset_precision() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
-def test_the_precision_of_products_is_read_however_it_was_set(module: Any, unset_precision: None) -> None:
+def test_comparison_reads_precision_of_products(module: Any, unset_precision: None) -> None:
     """The getter of the old API raises if the newer settings, which transformers uses, were set."""
-    plain = _describe_environment(torch.device("cuda"))
-    assert plain.endswith("fp32 product precision ieee")
+    plain = _describe_decoder(torch.device("cuda"))
+    assert plain.endswith("fp32 products of precision ieee")
     module.fp32_precision = "tf32"
-    assert _describe_environment(torch.device("cuda")).endswith("fp32 product precision tf32")
+    assert _describe_decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
     module.fp32_precision = "none"
     torch.set_float32_matmul_precision("high")
-    assert _describe_environment(torch.device("cuda")).endswith("fp32 product precision tf32")
+    assert _describe_decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
     torch.set_float32_matmul_precision("highest")
-    assert _describe_environment(torch.device("cuda")) == plain
+    assert _describe_decoder(torch.device("cuda")) == plain
 
 
-def test_damaged_messages_are_errors() -> None:
+def test_exchange_refuses_damaged_messages() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params)
+        params = make_params()
+        made = make_exchange(replicas, params)
         made.exchange()
 
         def damage(message: Tensor) -> Tensor:
@@ -226,10 +226,10 @@ def test_damaged_messages_are_errors() -> None:
         together(2, work)
 
 
-def test_steps_without_an_exchange_fill_the_residuals() -> None:
+def test_sync_every_accumulates_between_exchanges() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, sync_every=3, decay=0.5, dense="fp32")
+        params = make_params()
+        made = make_exchange(replicas, params, sync_every=3, decay=0.5, dense="fp32")
         for step in range(3):
             for param in params:
                 param.grad = torch.ones_like(param)
@@ -242,7 +242,7 @@ def test_steps_without_an_exchange_fill_the_residuals() -> None:
     together(2, work)
 
 
-def test_parameters_without_gradients_and_empty_ones() -> None:
+def test_exchange_with_missing_gradients_and_empty_parameters() -> None:
     params = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(0, 64)), nn.Parameter(torch.ones(3))]
     made = MomentumExchange(params)
     params[0].grad = torch.ones(64, 64)
@@ -284,7 +284,7 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
     assert text in str(error.value)
 
 
-def test_the_groups_of_a_model() -> None:
+def test_str_describes_groups_of_a_model() -> None:
     model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.LayerNorm(128))
     text = str(MomentumExchange(sc.param_groups(model), topk=8))
     assert "2 tensors" not in text.splitlines()[0]
@@ -294,8 +294,8 @@ def test_the_groups_of_a_model() -> None:
 
 def test_exchange_stops_when_parameters_differ() -> None:
     def work(replicas: ThreadGroup) -> None:
-        params = params_of()
-        made = exchange_of(replicas, params, check_every=2)
+        params = make_params()
+        made = make_exchange(replicas, params, check_every=2)
         for step in range(5):
             if step == 1 and replicas.rank == 1:
                 with torch.no_grad():
@@ -308,16 +308,16 @@ def test_exchange_stops_when_parameters_differ() -> None:
         together(3, work)
 
 
-def test_divergence_and_averaged_residuals() -> None:
+def test_replica_divergence_and_averaged_residuals() -> None:
     def work(replicas: ThreadGroup) -> tuple[float | None, float | None, list[Tensor]]:
-        params = params_of()
-        alike, apart = (exchange_of(replicas, params_of(), check_every=1) for _ in range(2))
+        params = make_params()
+        alike, apart = (make_exchange(replicas, make_params(), check_every=1) for _ in range(2))
         for step in range(2):
             for made, rank in ((alike, 0), (apart, replicas.rank)):
                 for param in made.param_groups[0]["params"]:
                     param.grad = gradient(rank, step, param.shape)
                 made.exchange()
-        synced = exchange_of(replicas, params, state_sync_every=2, decay=1.0, topk=1)
+        synced = make_exchange(replicas, params, state_sync_every=2, decay=1.0, topk=1)
         for step in range(3):
             for param in params:
                 param.grad = gradient(replicas.rank, step, param.shape) if step < 2 else torch.zeros_like(param)
@@ -334,7 +334,7 @@ def test_divergence_and_averaged_residuals() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 40, 1), (1, 8, 3), (200,), (7,), (), (3, 5, 2, 2), (50, 96)])
-def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
+def test_dense_parameters_have_long_rows(shape: tuple[int, ...]) -> None:
     spec, grid = make_spec(shape, 1, {"role": "vector", "matrix_dims": None, "compat": None, **DENSE})
     numel = max(1, torch.Size(shape).numel())
     assert spec.width >= min(numel, 64)
@@ -342,7 +342,7 @@ def test_what_is_dense_has_long_rows(shape: tuple[int, ...]) -> None:
     assert torch.equal(grid.from_blocks(grid.to_blocks(value)), value)
 
 
-def test_dims_given_as_lists_are_those_of_tuples() -> None:
+def test_matrix_dims_may_be_lists() -> None:
     group = MomentumExchange([nn.Parameter(torch.ones(64, 80))]).param_groups[0]
     found = [make_spec((64, 80), 5120, {**group, "matrix_dims": dims}) for dims in ([[1], [0]], ((1,), (0,)))]
     assert len(set(found)) == 1  # hashable, because they are dictionary keys on a GPU
@@ -350,12 +350,12 @@ def test_dims_given_as_lists_are_those_of_tuples() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("values", get_args(Values))
-def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, values: str) -> None:
+def test_exchange_is_equal_on_all_devices(device: str, values: str) -> None:
     """Bitwise on one device. Across devices, all coefficients are sent, so near ties cannot change the selection."""
 
     def exchanged(device: str, topk: int) -> list[Tensor]:
-        params = [nn.Parameter(param.detach().to(device)) for param in params_of()]
-        made = exchange_of(None, params, topk=topk, values=values, residual="fp32")
+        params = [nn.Parameter(param.detach().to(device)) for param in make_params()]
+        made = make_exchange(None, params, topk=topk, values=values, residual="fp32")
         for step in range(3):
             for param in params:
                 param.grad = gradient(0, step, param.shape).to(device)
@@ -370,7 +370,7 @@ def test_an_exchange_does_the_same_on_every_device_and_every_time(device: str, v
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_fused_optimizers_step_what_lies_otherwise_in_memory(optimizer: Any) -> None:
+def test_gradients_have_strides_of_parameters(optimizer: Any) -> None:
     """Fused optimizers assume that a gradient has the memory layout of its parameter."""
     generator = torch.Generator().manual_seed(0)
     transposed = torch.randn(128, 96, generator=generator).t()
@@ -391,7 +391,7 @@ def test_fused_optimizers_step_what_lies_otherwise_in_memory(optimizer: Any) -> 
 
 
 @pytest.mark.parametrize("options", [{"topk": 8}, {"topk": 200}, {"topk": 8, "overlap": True}], ids=str)
-def test_autocast_around_a_step_changes_nothing(options: dict[str, Any]) -> None:
+def test_autocast_does_not_change_exchange(options: dict[str, Any]) -> None:
     found = []
     for enabled in (False, True):
         (param,) = params = [nn.Parameter(torch.randn(70, 130, generator=torch.Generator().manual_seed(0)))]
@@ -404,10 +404,10 @@ def test_autocast_around_a_step_changes_nothing(options: dict[str, Any]) -> None
     assert torch.equal(*found)
 
 
-def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
+def test_flush_keeps_wire_bytes_of_last_step() -> None:
     def work(replicas: ThreadGroup) -> list[int]:
-        params, sent = params_of(), []
-        made = exchange_of(replicas, params, delay=1, check_every=None)
+        params, sent = make_params(), []
+        made = make_exchange(replicas, params, delay=1, check_every=None)
         for step in range(5):
             for param in params:
                 param.grad = gradient(replicas.rank, step, param.shape)
@@ -422,17 +422,17 @@ def test_bytes_of_the_last_step_stay_when_a_delayed_one_is_waited_for() -> None:
     together(2, work)
 
 
-def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
+def test_transfer_state_keeps_pending_result() -> None:
     def work(replicas: ThreadGroup) -> list[int]:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1, check_every=None)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1, check_every=None)
         for step in range(3):
             for param in params:
                 param.grad = gradient(replicas.rank, step, param.shape)
             if replicas.rank == 1 and step == 1:
                 params[0].grad[0, 0] = torch.nan
             if step == 2:
-                before, made = made, exchange_of(replicas, params, delay=1, check_every=None)
+                before, made = made, make_exchange(replicas, params, delay=1, check_every=None)
                 made.transfer_state(before)
             made.exchange()
         assert made.wire_bytes == made.planned_wire_bytes()
@@ -441,10 +441,10 @@ def test_who_takes_over_tells_of_what_was_on_its_way() -> None:
     assert together(2, work) == [[1], [1]]
 
 
-def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
+def test_refused_state_keeps_pending_result() -> None:
     def work(replicas: ThreadGroup, refused: bool) -> list[Tensor]:
-        params = params_of()
-        made = exchange_of(replicas, params, delay=1)
+        params = make_params()
+        made = make_exchange(replicas, params, delay=1)
         for step in range(4):
             for param in params:
                 param.grad = gradient(replicas.rank, step, param.shape)
@@ -464,7 +464,7 @@ def test_a_state_that_is_refused_leaves_what_is_on_its_way() -> None:
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
+def test_block_groups_are_bounded_by_numel() -> None:
     groups = [MomentumExchange([nn.Parameter(torch.empty(64, 64))]).param_groups[0]] * 8
     shapes = dict.fromkeys(range(8), (128, 128))
     counts = dict.fromkeys(shapes, 128 * 128)
@@ -473,6 +473,6 @@ def test_a_channel_holds_as_many_numbers_as_its_device_allows() -> None:
 
 
 @pytest.mark.parametrize("given", [[3], ["abc"], "abc", 3, [{"params": 3}], [("a", "b", "c")]], ids=repr)
-def test_what_is_no_parameter_is_refused(given: Any) -> None:
+def test_exchange_refuses_nonparameters(given: Any) -> None:
     with pytest.raises(UserError, match=r"parameters are (given as a list|tensors)"):
         MomentumExchange(given)

@@ -19,7 +19,7 @@ START = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
 TARGET = nn.Linear(64, 64).requires_grad_(False)
 
 
-def optimizer_of(net: nn.Module, kind: str, replicas: ThreadGroup, **options: Any) -> LocalSteps:
+def make_optimizer(net: nn.Module, kind: str, replicas: ThreadGroup, **options: Any) -> LocalSteps:
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     make = diloco if kind == "diloco" else sparseloco
     made = make(inner, sc.param_groups(net), **options)
@@ -39,12 +39,12 @@ def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> lis
     return losses
 
 
-def test_one_step_with_an_outer_rate_of_one_is_the_mean_of_the_replicas() -> None:
+def test_local_steps_with_outer_lr_one_average_replicas() -> None:
     def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START)
         train(
             net,
-            optimizer_of(net, "diloco", replicas, sync_every=3, outer_lr=1.0, outer_momentum=0.0),
+            make_optimizer(net, "diloco", replicas, sync_every=3, outer_lr=1.0, outer_momentum=0.0),
             replicas.rank,
             range(3),
         )
@@ -67,10 +67,12 @@ def test_one_step_with_an_outer_rate_of_one_is_the_mean_of_the_replicas() -> Non
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
-def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
+def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
     def work(replicas: ThreadGroup) -> tuple[list[float], list[int]]:
         net = copy.deepcopy(START)
-        optimizer = optimizer_of(net, kind, replicas, sync_every=4, **({"topk": 1024} if kind == "sparseloco" else {}))
+        optimizer = make_optimizer(
+            net, kind, replicas, sync_every=4, **({"topk": 1024} if kind == "sparseloco" else {})
+        )
         losses, sent = [], []
         for step in range(60):
             losses += train(net, optimizer, replicas.rank, range(step, step + 1))
@@ -83,13 +85,13 @@ def test_the_loss_falls_and_bytes_are_sent_now_and_then(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
-def test_a_saved_run_goes_on_to_the_bit(kind: str) -> None:
+def test_saved_state_resumes_bitwise(kind: str) -> None:
     def work(replicas: ThreadGroup) -> None:
         straight, parted = copy.deepcopy(START), copy.deepcopy(START)
-        train(straight, optimizer_of(straight, kind, replicas, sync_every=3), replicas.rank, range(8))
-        first = optimizer_of(parted, kind, replicas, sync_every=3)
+        train(straight, make_optimizer(straight, kind, replicas, sync_every=3), replicas.rank, range(8))
+        first = make_optimizer(parted, kind, replicas, sync_every=3)
         train(parted, first, replicas.rank, range(5))
-        second = optimizer_of(parted, kind, replicas, sync_every=3)
+        second = make_optimizer(parted, kind, replicas, sync_every=3)
         second.load_state_dict(copy.deepcopy(first.state_dict()))
         train(parted, second, replicas.rank, range(5, 8))
         assert all(map(torch.equal, straight.parameters(), parted.parameters()))
@@ -106,11 +108,11 @@ def test_bad_options() -> None:
         diloco(inner, net.parameters(), outer_lr=0.0)
     with pytest.raises(UserError, match="must hold the same parameters"):
         sparseloco(inner, [net[0].weight])
-    with pytest.raises(UserError, match="delay=1 works only with an exchange at every step, not with local steps"):
+    with pytest.raises(UserError, match="delay=1 is for an exchange in every step, not for local steps"):
         sparseloco(inner, net.parameters(), delay=1)
-    with pytest.raises(UserError, match="sync_every=2 works only with an exchange"):
+    with pytest.raises(UserError, match="sync_every=2 is for an exchange"):
         LocalSteps(inner, sc.MomentumExchange(net.parameters(), sync_every=2), sync_every=4, outer_lr=1.0)
-    with pytest.raises(UserError, match="diloco sends everything dense, so that topk, values would have no effect"):
+    with pytest.raises(UserError, match="diloco exchanges everything, so that topk, values would have no effect"):
         diloco(inner, net.parameters(), topk=8, values="int8")
     exchange = sc.MomentumExchange(net.parameters())
     exchange.replicas.is_static = False
@@ -119,19 +121,19 @@ def test_bad_options() -> None:
 
 
 @pytest.mark.parametrize(("key", "text"), [("outer_lr", "outer_lr 0.5"), ("sync_every", "local steps 2")])
-def test_options_that_differ_between_replicas_are_named(key: str, text: str) -> None:
+def test_local_steps_name_differing_options(key: str, text: str) -> None:
     def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
         given = {"sync_every": 4, "outer_lr": 1.0} | (
             {key: {"outer_lr": 0.5, "sync_every": 2}[key]} if replicas.rank else {}
         )
-        train(net, optimizer_of(net, "sparseloco", replicas, **given), replicas.rank, range(4))
+        train(net, make_optimizer(net, "sparseloco", replicas, **given), replicas.rank, range(4))
 
     with pytest.raises(UserError, match=f"rank 1 differs from the others in 0.weight: it has {text}"):
         together(2, work)
 
 
-def test_ranks_that_come_down_are_refused() -> None:
+def test_local_steps_refuse_rank_adapter() -> None:
     layer = sc.TTLinear(64, 64, rank=16, num_modes=2, bias=False)
     adapter = sc.RankAdapter(layer, size_target=0.4, steps=4, interval=1)
     inner = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -142,17 +144,17 @@ def test_ranks_that_come_down_are_refused() -> None:
         made.step()
         made.zero_grad()
     assert adapter.truncate(inner)
-    with pytest.raises(UserError, match="with a RankAdapter, each replica would select ranks by its own gradients"):
+    with pytest.raises(UserError, match="with a RankAdapter each replica would select"):
         made.step()
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
-def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
+def test_local_steps_reset_frozen_parameters(kind: str) -> None:
     """A weight frozen during local steps returns to its last exchanged value and stays, despite outer momentum."""
 
     def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START)
-        made = optimizer_of(net, kind, replicas, sync_every=4)
+        made = make_optimizer(net, kind, replicas, sync_every=4)
         train(net, made, replicas.rank, range(4))
         begun = net[0].weight.detach().clone()
         train(net, made, replicas.rank, range(4, 6))
@@ -165,12 +167,12 @@ def test_what_is_frozen_in_between_goes_back_and_stays(kind: str) -> None:
     assert all(map(torch.equal, *together(2, work)))
 
 
-def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
+def test_grad_scaler_skips_no_local_step() -> None:
     """An overflow on one replica skips its own step; both replicas still exchange after the same number of steps."""
 
     def work(replicas: ThreadGroup) -> tuple[int, list[Tensor]]:
         net = copy.deepcopy(START)
-        made = optimizer_of(net, "sparseloco", replicas, sync_every=4)
+        made = make_optimizer(net, "sparseloco", replicas, sync_every=4)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * replicas.rank + step))
@@ -188,7 +190,7 @@ def test_a_scaler_leaves_out_no_step_that_the_others_count() -> None:
     assert all(map(torch.equal, one, other))
 
 
-def test_a_scaled_step_is_the_step() -> None:
+def test_local_step_with_grad_scaler_equals_step() -> None:
     found = []
     for scale in (None, 1024.0):
         net = copy.deepcopy(START)
@@ -201,7 +203,7 @@ def test_a_scaled_step_is_the_step() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_bad_input_is_named() -> None:
+def test_local_steps_refuse_bad_input() -> None:
     net = copy.deepcopy(START)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     for key, value in (("outer_lr", "a"), ("outer_lr", float("inf")), ("outer_momentum", 1.0), ("sync_every", True)):

@@ -18,7 +18,7 @@ from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.build import build_run_optimizer
 from tests.runs import WIDE, tiny_recipe
 
-WARNING = "has a momentum of its own"
+WARNING = "has its own momentum"
 MOMENTA = [
     ("adamw", {}, "betas[0]"),
     ("adam", {}, "betas[0]"),
@@ -80,7 +80,7 @@ def test_one_momentum_does_not_warn(name: str, options: dict[str, Any], caplog: 
     assert WARNING not in caplog.text
 
 
-def test_momentum_of_what_is_exchanged_as_gradient_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_momentum_of_dense_parameters_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     large, small = (
         [p for p in model.parameters() if (p.ndim == 2 and p.numel() >= 4096) == is_large] for is_large in (True, False)
@@ -189,7 +189,7 @@ def test_run_with_demo_says_so_and_keeps_the_planned_state(
     assert caplog.text.count(WARNING) == (betas is not None)
 
 
-def test_a_dropped_exchange_takes_no_new_parameters_for_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_watch_of_deleted_exchange_ignores_new_parameters(caplog: pytest.LogCaptureFixture) -> None:
     dropped = MomentumWatch([nn.Parameter(torch.zeros(64, 64)) for _ in range(50)])
     fresh = [nn.Parameter(torch.ones(64, 64)) for _ in range(50)]  # their ids may be those of freed parameters
     for param in fresh:

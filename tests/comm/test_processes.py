@@ -85,7 +85,7 @@ def beside_the_training() -> None:
             optimizer.step()
             beyond = optimizer.wire_bytes - (optimizer.exchange.planned_wire_bytes() if step else 0)
             compared = 8 * (len(list(net.parameters())) + 1 + SKETCH)
-            assert beyond == (compared if optimizer.exchange.config.comes_round(step + 1, 3) else 0)
+            assert beyond == (compared if optimizer.exchange.config.is_periodic(step + 1, 3) else 0)
         assert_alike(net)
 
 
@@ -160,7 +160,7 @@ def replicas_of_shards() -> None:
             sc.DeMo(sc.param_groups(sharded), lr=1e-3, process_group=group)
     if mesh.get_local_rank("shard") == 0:  # in this shard's group; the other group knows nothing of the failure
         with (
-            pytest.raises(SilentPeerError, match="all of them are running"),
+            pytest.raises(SilentPeerError, match="all are still there"),
             name_silent_ranks(mesh["replicate"].get_group()),
         ):
             raise RuntimeError("gloo: connection closed")
@@ -219,7 +219,7 @@ def uneven_shards(options: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-def a_shard_of_nothing() -> None:
+def run_with_empty_shard() -> None:
     """A shard without any elements takes part in the exchange."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = nn.Linear(8192, 1, bias=False)
@@ -272,7 +272,7 @@ def goes_on_from_a_distributed_checkpoint(folder: str, sharded: bool, half: int)
     ("sharded", "half"),
     [(False, 10), *(pytest.param(sharded, 100, marks=pytest.mark.slow) for sharded in (False, True))],
 )
-def test_steps_across_a_distributed_checkpoint(tmp_path: Path, sharded: bool, half: int) -> None:
+def test_rank_tensors_resume_bitwise_from_distributed_checkpoint(tmp_path: Path, sharded: bool, half: int) -> None:
     run(4 if sharded else 2, goes_on_from_a_distributed_checkpoint, str(tmp_path / "checkpoint"), sharded, half)
 
 
@@ -352,30 +352,30 @@ def parameters_without_a_gradient() -> None:
         exchange.exchange()
 
 
-def test_parameters_without_a_gradient() -> None:
+def test_allreduce_with_parameters_without_gradient() -> None:
     run(2, parameters_without_a_gradient)
 
 
-def test_tied_weights_and_ddp() -> None:
+def test_allreduce_with_tied_weights() -> None:
     run(2, tied_and_wrapped)
 
 
-def test_tensors_of_more_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rank_tensors_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     optimizer = sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4)
     train(net, optimizer, 0, range(2))
     tensors = rank_tensors(optimizer)
     load_rank_tensors(optimizer, tensors)
-    with pytest.raises(UserError, match="saved by 4 processes, but 1 are running, so residuals would be lost"):
+    with pytest.raises(UserError, match="saved by 4 processes, and these are 1: the residuals of the others"):
         load_rank_tensors(optimizer, {**tensors, "rank0/processes": torch.tensor([4])})
-    with pytest.raises(UserError, match="rank0/step must have the shape"):
+    with pytest.raises(UserError, match="rank0/step should have the shape"):
         load_rank_tensors(optimizer, {})
-    with pytest.raises(UserError, match="takes a DeMo or a MomentumExchange; given a AdamW"):
+    with pytest.raises(UserError, match="those of a DeMo or a MomentumExchange; given a AdamW"):
         rank_tensors(torch.optim.AdamW(net.parameters()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_an_exchange_alone_goes_on_from_its_tensors(delay: int) -> None:
+def test_rank_tensors_resume_exchange_without_optimizer(delay: int) -> None:
     net = model()
     exchange = sc.MomentumExchange(sc.param_groups(net), topk=4, delay=delay)
 
@@ -393,9 +393,7 @@ def test_an_exchange_alone_goes_on_from_its_tensors(delay: int) -> None:
     assert all(map(torch.equal, momenta(exchange, 3), momenta(again, 3)))
 
 
-def test_what_travels_is_said_where_nobody_listens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layout_is_printed_without_logging(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The message goes to stderr if logging is not set up or would hide it, and to the log otherwise."""
     for handled, shown in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _, handled=handled: handled)
@@ -405,33 +403,33 @@ def test_what_travels_is_said_where_nobody_listens(
         train(net, sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4), 0, range(2))
         told = capsys.readouterr().err
         assert ("exchange by" in told) != listens
-        assert listens or told.count("9,100 numbers: 2 of 44 x 35") == 1
+        assert listens or told.count("9,100 elements: 2 of 44 x 35") == 1
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_replicas_send_what_is_planned_and_stay_alike(world: int) -> None:
+def test_replicas_send_planned_bytes_and_stay_equal(world: int) -> None:
     run(world, bytes_and_turns)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sync_every"), [("all_gather", 1), ("owner", 1), ("all_gather", 4)])
-def test_replicas_are_alike_for_two_thousand_steps(strategy: str, sync_every: int) -> None:
+def test_replicas_stay_equal_for_two_thousand_steps(strategy: str, sync_every: int) -> None:
     run(2, many_steps, strategy, sync_every)
 
 
-def test_messages_go_beside_the_training() -> None:
+def test_exchange_overlaps_with_training() -> None:
     run(2, beside_the_training)
 
 
-def test_local_steps_over_shards_hold_numbers() -> None:
+def test_local_steps_anchors_are_local_shards() -> None:
     run(1, anchors_of_shards)
 
 
-def test_shards_are_exchanged_between_replicas_alone() -> None:
+def test_shards_are_exchanged_between_replicas() -> None:
     run(4, replicas_of_shards)
 
 
-def test_partial_sums_of_a_gradient_are_added_up() -> None:
+def test_partial_gradients_are_reduced() -> None:
     run(2, partial_sums)
 
 
@@ -440,9 +438,9 @@ def test_uneven_shards(options: dict[str, Any]) -> None:
     run(4, uneven_shards, options)
 
 
-def test_a_shard_without_numbers_decides_with_the_others() -> None:
-    run(4, a_shard_of_nothing)
+def test_exchange_with_empty_shard() -> None:
+    run(4, run_with_empty_shard)
 
 
-def test_a_nan_in_one_shard_leaves_out_the_local_step_of_all() -> None:
+def test_nan_in_one_shard_skips_local_step_on_all_shards() -> None:
     run(2, a_nan_in_a_shard)

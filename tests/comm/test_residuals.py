@@ -8,24 +8,25 @@ from torch import Tensor, nn
 
 from scantling.comm.config import ExchangeConfig
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.layout import MIN_MATRIX_NUMEL
-from scantling.comm.residuals import ROW, Residuals, residual_bytes
+from scantling.comm.layout import MIN_MATRIX_NUMEL, residual_bytes
+from scantling.comm.layout import RESIDUAL_ROW as ROW
+from scantling.comm.residuals import Residuals
 from tests.comm.replicas import ThreadGroup, together
-from tests.comm.test_exchange import exchange_of, gradient, params_of
+from tests.comm.test_exchange import gradient, make_exchange, make_params
 
 
-def kept(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:
+def make_residuals(value: Tensor, seed: int | None) -> tuple[Residuals, Tensor]:
     residuals, param = Residuals([], {}, ExchangeConfig()), torch.empty_like(value)
     residuals.write(param, value, "int8", seed)
     return residuals, param
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (ROW,), (3, 1021), (0, 5), (7, 5, 3)])
-def test_int8_is_right_on_average_and_within_a_step(shape: tuple[int, ...]) -> None:
+def test_int8_residual_is_unbiased(shape: tuple[int, ...]) -> None:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     total = torch.zeros(shape)
     for seed in range(200):
-        residuals, param = kept(value, seed)
+        residuals, param = make_residuals(value, seed)
         found = residuals.read(param)
         assert found.shape == value.shape
         if value.numel():
@@ -36,15 +37,15 @@ def test_int8_is_right_on_average_and_within_a_step(shape: tuple[int, ...]) -> N
         assert (total / 200 - value).abs().max() < 5 * step / (4 * 200) ** 0.5
 
 
-def test_codes_come_back_to_the_bit() -> None:
+def test_int8_codes_round_trip() -> None:
     value = torch.randn(37, 129, generator=torch.Generator().manual_seed(2))
-    first, param = kept(value, 5)
-    again, other = kept(first.read(param), None)
+    first, param = make_residuals(value, 5)
+    again, other = make_residuals(first.read(param), None)
     for key in ("residual", "residual_scale"):
         assert torch.equal(first.state[param][key], again.state[other][key])
 
 
-def test_bytes_are_as_planned() -> None:
+def test_residual_bytes_equal_plan() -> None:
     params = [nn.Parameter(torch.zeros(64, 80)), nn.Parameter(torch.zeros(70, 77)), nn.Parameter(torch.zeros(33))]
     for form in ("fp32", "int8"):
         made = MomentumExchange(params, residual=form)
@@ -57,15 +58,15 @@ def test_bytes_are_as_planned() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
-def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
+def test_int8_residuals_lose_little_without_bias(strategy: str) -> None:
     """Like `test_nothing_is_lost`, with rounding noise: a random walk with steps of 1/127 of the largest element.
 
     Densely exchanged parameters keep fp32 residuals.
     """
 
     def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        params = params_of()
-        made = exchange_of(replicas, params, decay=1.0, exchange=strategy, residual="int8", topk=1)
+        params = make_params()
+        made = make_exchange(replicas, params, decay=1.0, exchange=strategy, residual="int8", topk=1)
         given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
         for step in range(20):
             for place, param in enumerate(params):
@@ -78,7 +79,7 @@ def test_what_int8_loses_is_small_and_no_bias(strategy: str) -> None:
         return given, applied, left
 
     found = together(2, work)
-    for place in range(len(params_of())):
+    for place in range(len(make_params())):
         given, left = (torch.stack([each[part][place] for each in found]).mean(0) for part in (0, 2))
         error = found[0][1][place] + left - given
         step = max(each[2][place].abs().max() for each in found) / 127

@@ -11,7 +11,7 @@ Messages that are marked invalid (NaN or Inf at their sender) are left out of th
 
 Coefficients that an owner does not select are not applied and stay in the residuals of their senders. An owner adds N
 times its own rounding error of the mean to its residual, so that the mean of the residuals over all replicas loses
-exactly what was applied.
+exactly the applied mean.
 """
 
 from __future__ import annotations

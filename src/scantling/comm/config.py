@@ -202,7 +202,7 @@ def is_number(value: Any) -> bool:
 
 
 def document_options(cls: Class) -> Class:
-    """Put the options into the docstring of a class, in place of `{options}`, and into its signature."""
+    """Put the options into the docstring of a class, replacing `{options}`, and into its signature."""
     signature = inspect.signature(cls)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -1,9 +1,10 @@
 """Check that replicas are in sync.
 
-Replicas with different weights or block sizes would train without an error. Before the first exchange they compare a
-hash of the options and one of every parameter; the error names the tensor and the rank that differ. They also compare
-everything that changes the last bits of decoded momentum: the PyTorch version, on a CPU the number of threads, on a
-GPU the kernels and TF32. Different GPU models only cause a warning.
+Replicas with different weights, or with different blocks, would train without an error. Before the first exchange they
+compare a hash of the options and of every parameter; an error names the tensor and the rank. They also compare
+everything that affects the last bits of matrix products, since all must decode the same bytes to the same values: the
+PyTorch version, on a CPU the number of threads, on a GPU the kernels and the precision of fp32 products. Different GPU
+models cause a warning.
 """
 
 from __future__ import annotations
@@ -28,52 +29,58 @@ from scantling.numerics.device import has_kernels
 logger = logging.getLogger(__name__)
 
 SKETCH = 256
-"""Number of elements of a random sketch."""
 _SEPARATOR = "; "
-"""Separator between the properties of a parameter in its description."""
-_ROUNDING_ADVICE = (
-    ". Momentum would be rounded differently: use the same versions, OMP_NUM_THREADS (or torch.set_num_threads), "
-    "SCANTLING_NATIVE and matrix product precision (torch.backends.fp32_precision or "
+"""Between the properties in a description of a parameter."""
+_ADVICE = (
+    ". The same bytes would decode to different last bits: use the same versions, OMP_NUM_THREADS (or "
+    "torch.set_num_threads), SCANTLING_NATIVE and precision of products (torch.backends.fp32_precision, or "
     "torch.set_float32_matmul_precision) on all ranks"
 )
 
 
-def check_in_sync(
-    replicas: ReplicaGroup, properties: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+def check_replicas(
+    replicas: ReplicaGroup, descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
 ) -> int:
-    """Raise unless options and parameters are identical on all replicas.
-
-    Collectives: two all-gathers, and one more if the options differ.
+    """Raise if replicas differ. Collectives: two all-gathers, and another if the options differ.
 
     Args:
         replicas: group of the replicas.
-        properties: properties of each parameter and options of its exchange, by name.
-        names: names of the parameters.
+        descriptions: properties of each parameter and of its encoding, by name.
+        names: of the parameters.
         params: the parameters.
 
     Returns:
-        A 32-bit hash of the properties.
+        A 32-bit hash of the descriptions.
 
     Raises:
-        UserError: a difference; the same error on all ranks.
+        UserError: replicas differ; on all ranks.
     """
     device = params[0].device
-    texts = [_describe_environment(device), *map(_describe_param, names, properties)]
+    texts = [_describe_decoder(device), *map(_describe, names, descriptions)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(gpu.encode())], device=device))).tolist()
     if len({gpu_hash for _, gpu_hash in hashes}) > 1:
-        gpus = [texts[0] for texts in replicas.all_gather_strings([gpu], device)]
+        gpus = [each for (each,) in replicas.all_gather_strings([gpu], device)]
         if replicas.rank == 0:
             logger.warning(
-                "replicas run on different GPU models (%s), which may round matrix products differently; later checks "
-                "would then find that the parameters drifted apart",
+                "replicas are on different GPU models (%s), whose products may differ in the last bits, so that "
+                "parameters may differ after some steps",
                 ", ".join(dict.fromkeys(gpus)),
             )
     if len({text_hash for text_hash, _ in hashes}) > 1:
-        raise _difference_error(replicas.all_gather_strings(texts, device), names)
+        all_texts = replicas.all_gather_strings(texts, device)
+        usual = Counter(map(tuple, all_texts)).most_common(1)[0][0]
+        rank, theirs = next((rank, each) for rank, each in enumerate(all_texts) if tuple(each) != usual)
+        if len(theirs) != len(usual):
+            raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
+        idx, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
+        if not idx:
+            raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_ADVICE}")
+        one, other = _differing_properties(one, other)
+        raise UserError(f"rank {rank} differs from the others in {names[idx - 1]}: it has {one}; they have {other}")
     mismatch = find_mismatch(replicas, params)
     if mismatch is not None:
         raise UserError(
@@ -83,27 +90,8 @@ def check_in_sync(
     return own
 
 
-def _difference_error(texts: Sequence[Sequence[str]], names: Sequence[str]) -> UserError:
-    """Return the error that names the first rank that differs from most others, and the first difference.
-
-    Args:
-        texts: by rank, the descriptions of the environment and of each parameter.
-        names: names of the parameters.
-    """
-    usual = Counter(map(tuple, texts)).most_common(1)[0][0]
-    rank = next(rank for rank, theirs in enumerate(texts) if tuple(theirs) != usual)
-    theirs = texts[rank]
-    if len(theirs) != len(usual):
-        return UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
-    i, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
-    if i == 0:
-        return UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_ROUNDING_ADVICE}")
-    pair = _differing_properties(one, other)
-    return UserError(f"rank {rank} differs from the others in {names[i - 1]}: it has {pair[0]}; they have {pair[1]}")
-
-
-def _describe_environment(device: torch.device) -> str:
-    """Describe everything that changes the last bits of decoded momentum."""
+def _describe_decoder(device: torch.device) -> str:
+    """Return everything that affects the last bits of decoded momentum."""
     version = f"PyTorch {torch.__version__}"
     if device.type == "cpu":
         return f"{version}, {torch.get_num_threads()} threads"
@@ -111,12 +99,12 @@ def _describe_environment(device: torch.device) -> str:
     if has_kernels(device):
         import triton
 
-        kernels = f"Triton {triton.__version__}"
-    precision = torch.backends.cuda.matmul.fp32_precision  # older setters change it too
-    return f"{version}, {kernels}, fp32 product precision {'ieee' if precision == 'none' else precision}"
+        kernels = f"kernels of Triton {triton.__version__}"
+    precision = torch.backends.cuda.matmul.fp32_precision  # older calls set it too
+    return f"{version}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
 
 
-def _describe_param(name: str, properties: Mapping[str, Any]) -> str:
+def _describe(name: str, properties: Mapping[str, Any]) -> str:
     return _SEPARATOR.join([name, *(f"{key} {value}" for key, value in properties.items())])
 
 
@@ -125,19 +113,19 @@ def _differing_properties(one: str, other: str) -> tuple[str, str]:
     ours, theirs = one.split(_SEPARATOR), other.split(_SEPARATOR)
     if len(ours) != len(theirs):
         return one, other
-    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-    return ", ".join(mine for mine, _ in differing), ", ".join(its for _, its in differing)
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+    return ", ".join(our for our, _ in pairs), ", ".join(their for _, their in pairs)
 
 
 def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: Sequence[nn.Module]) -> None:
-    """Raise if gradients were averaged over the replicas; warn if they are identical for another reason.
-
-    Collective: one all-gather.
+    """Raise if gradients were averaged over the replicas; warn if they are the same for another reason.
 
     Args:
         replicas: group of the replicas.
         params: the parameters; those without a gradient are ignored.
-        wrappers: result of `find_wrappers`.
+        wrappers: of `find_wrappers`.
+
+    Collective: one all-gather.
 
     Raises:
         UserError: a wrapper around the model averages gradients; on all ranks.
@@ -148,25 +136,25 @@ def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: 
     sums = [checksum(gradient) for gradient in gradients]
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
     certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
-    gathered = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
-    highest = max(rank_certainty for _, rank_certainty in gathered)
-    are_equal = len({gradient_hash for gradient_hash, _ in gathered}) == 1 and any(map(torch.any, gradients))
+    reports = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    highest = max(certainty for _, certainty in reports)
+    are_equal = len({gradient_hash for gradient_hash, _ in reports}) == 1 and any(map(torch.any, gradients))
     if highest == Averaging.YES or (highest == Averaging.PERHAPS and are_equal):
         raise averaging_error(wrappers)
     if are_equal and replicas.rank == 0:
         logger.warning(
-            "the gradients of all %d replicas are identical: all read the same data, or your loop reduces gradients "
+            "the gradients of all %d replicas are the same: all read the same data, or your loop reduces gradients "
             "before the exchange. Give each replica its own share of the data, and do not reduce gradients",
             replicas.world_size,
         )
 
 
 def averaging_error(wrappers: Sequence[nn.Module]) -> UserError:
-    """Return the error that names wrappers which average gradients and says how to avoid it."""
+    """Return the error that names wrappers which average gradients, and the ways out."""
     names = sorted({type(wrapper).__name__ for wrapper in wrappers})
     return UserError(
         f"the model is in {', '.join(names) or 'a wrapper on another rank'}, which averages gradients over all "
-        "processes before the exchange, so that everything is sent. Train the bare model, or run every "
+        "processes before the exchange sees them, so that everything is sent. Train the bare model, or run every "
         "forward and backward pass in model.no_sync() (with accelerate: accelerator.no_sync(model)); in the "
         "Trainer of transformers use sc.hf.attach(trainer)"
     )

@@ -1,13 +1,14 @@
-"""Gradient all-reduce with DistributedDataParallel, in buckets that overlap the backward pass; averaging of buffers.
+"""Gradient all-reduce: the mean of all gradients, in buckets that travel while the backward pass still runs.
 
-A communication hook counts the bytes, records when the last bucket was ready (later communication is exposed), and
-finds NaN or Inf before it reaches the other processes.
+PyTorch's DistributedDataParallel does the work; a communication hook of ours counts the bytes, notes when the last
+bucket was ready (what follows is communication that nothing hides), and looks for NaN or Inf before one process's
+gradient spreads to all.
 
 Cost: a ring all-reduce of B bytes over N processes sends 2 (N - 1) / N · B bytes from each process (Patarasuk and Yuan,
-2009). The finiteness check reads the gradients once more.
+2009). One more pass over the gradients reads them for the finiteness check.
 """
 
-# no `from __future__ import annotations`: DDP checks that the annotations of its hook are the classes themselves
+# No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
 import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -26,13 +27,13 @@ from scantling.numerics.torch_private import non_persistent_buffers
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-"""PyTorch 2.13 renamed it. Buffers start equal on all ranks, so no forward pass needs to send them."""
+"""PyTorch 2.13 renamed it; buffers are equal on all ranks from the start, and no forward pass needs to send them."""
 
 
 def allreduce_wire_bytes(num_bytes: int, world_size: int) -> int:
-    """Return the bytes that one process sends in a ring all-reduce of `num_bytes` over `world_size` processes.
+    """Return the bytes that one process sends in an all-reduce of `num_bytes` over a ring of `world_size` processes.
 
-    Each process sends 1 / world_size of the payload in each of 2 (world_size - 1) rounds.
+    The payload has `world_size` pieces, and each process sends one piece in each of 2 (world_size - 1) rounds.
     """
     return 0 if world_size < 2 else 2 * (world_size - 1) * num_bytes // world_size
 
@@ -41,13 +42,13 @@ class AllReduce(GradientExchange):
     """Average gradients over all processes of the default process group.
 
     Collectives: one all-reduce per bucket in each step, started from the backward pass of the last micro-batch; one
-    broadcast of the parameters in `prepare`. With `find_unused_parameters`, one more all-reduce in each step, for the
-    parameters in use.
+    broadcast of the parameters in `prepare`. With `find_unused_parameters` another all-reduce in each step marks the
+    used parameters.
 
     Args:
         bucket_mb: size of one bucket in MiB.
-        find_unused_parameters: True if some parameters may get no gradient in a pass; DDP then walks the graph to find
-            them. A parameter unused on all processes keeps no gradient. If False, such a pass is an error.
+        find_unused_parameters: True to search the graph of each pass for parameters without a gradient; they have none
+            afterwards if they get one on no process. Without it, such a pass is an error.
     """
 
     needs_warm_up_pass = True
@@ -87,12 +88,12 @@ class AllReduce(GradientExchange):
         """Finish the exchange of this step.
 
         Raises:
-            UserError: parameters without a gradient, so that some buckets were not sent.
+            UserError: parameters got no gradient, so that not all was sent.
         """
         if self._bytes < self._all_bytes:
             raise UserError(
-                f"{self._describe_unused()} got no gradient, so that their bucket was not averaged; set "
-                "comm.find_unused_parameters: true, or train with one process"
+                f"{self._without_gradient()} got no gradient, so that other gradients were not averaged either; set "
+                "comm.find_unused_parameters: true to search for such parameters in each step, or train on one process"
             )
         self.wire_bytes = allreduce_wire_bytes(self._bytes, dist.get_world_size())
         self.exposed_s = max(0.0, time.perf_counter() - self._last_ready)
@@ -100,7 +101,7 @@ class AllReduce(GradientExchange):
     def bad_parameters(self) -> list[str]:
         return [name for norm, names in self._norms if not torch.isfinite(norm) for name in names]
 
-    def _describe_unused(self) -> str:
+    def _without_gradient(self) -> str:
         named = [] if self._model is None else self._model.module.named_parameters()
         names = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "some parameters"
@@ -123,18 +124,18 @@ def _average(
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, process_group: Any = None) -> int:
-    """Average the buffers of all replicas, such as the running statistics of batch normalization.
+    """Replace the buffers of all replicas by their mean, such as the running statistics of batch normalization.
 
-    Only persistent floating-point buffers are averaged; others are counters and masks, which are equal. The mean is
-    over the replicas with a finite buffer; without any, the buffer stays. Call it on all replicas before an evaluation
-    or a checkpoint. Collectives: one all-reduce per dtype.
+    Only saved floating-point buffers are averaged: others are counters and masks, which are the same on all replicas.
+    The mean of a buffer is over the replicas on which it is finite; if there is none, it stays. Call this on all
+    replicas before an evaluation or a checkpoint. Collective: one all-reduce for each dtype.
 
     Args:
-        model: the same model on all replicas.
-        process_group: group of the replicas, or a mesh of one dim. Default: all processes.
+        model: the same on all replicas.
+        process_group: group of the replicas, or a mesh of one dim; default all processes.
 
     Returns:
-        Bytes that this process sent.
+        The bytes that this process sent.
     """
     replicas = as_replica_group(process_group)
     replicas.reset_wire_bytes()
@@ -146,15 +147,13 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     ]
     for dtype in sorted({value.dtype for value in buffers}, key=str):
         parts = [value for value in buffers if value.dtype == dtype]
-        finite = torch.stack([value.isfinite().all() for value in parts])
-        sent = [torch.where(is_finite, value, 0.0).flatten() for is_finite, value in zip(finite, parts, strict=True)]
+        is_finite = torch.stack([value.isfinite().all() for value in parts])
+        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(is_finite, parts, strict=True)]
         sizes = [value.numel() for value in parts]
-        *means, share = torch.split(
-            replicas.all_reduce_mean(torch.cat([*sent, finite.to(dtype)])), [*sizes, len(parts)]
-        )
-        for value, mean, number in zip(
-            parts, means, (share.float() * replicas.world_size).round().tolist(), strict=True
-        ):
-            if number:
-                value.copy_(mean.view_as(value) * (replicas.world_size / number))
+        averaged = replicas.all_reduce_mean(torch.cat([*sent, is_finite.to(dtype)]))
+        *means, share = torch.split(averaged, [*sizes, len(parts)])
+        counts = (share.float() * replicas.world_size).round().tolist()  # replicas on which each buffer is finite
+        for value, mean, count in zip(parts, means, counts, strict=True):
+            if count:
+                value.copy_(mean.view_as(value) * (replicas.world_size / count))
     return replicas.wire_bytes

@@ -3,7 +3,7 @@
 A replica whose gradients were averaged before the exchange trains correctly and saves nothing: everything was sent.
 """
 
-# no `from __future__ import annotations`: DDP checks that the annotations of its hook are the classes themselves
+# No `from __future__ import annotations` here: DDP reads the annotations of its hook and wants the classes themselves.
 import gc
 import weakref
 from collections.abc import Iterable
@@ -24,18 +24,18 @@ _GUARDED: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def refuse_reduction(model: DistributedDataParallel) -> None:
-    """Raise a UserError in every later backward pass outside of `model.no_sync()`.
+    """Make a backward pass outside of `model.no_sync()` raise a UserError.
 
-    With `MomentumExchange` or `DeMo` every backward pass belongs into `no_sync()`, also that of the last micro-batch:
+    With `MomentumExchange` or `DeMo`, every backward pass must be in `no_sync()`, also that of the last micro-batch:
     with averaged gradients a run looks right but sends everything. A second call does nothing.
 
     Args:
-        model: a wrapped model without a communication hook.
+        model: without another communication hook.
 
     Example:
         >>> model = DistributedDataParallel(module)  # doctest: +SKIP
         >>> scantling.comm.refuse_reduction(model)  # doctest: +SKIP
-        >>> with model.no_sync(): model(x).sum().backward()  # doctest: +SKIP
+        >>> with model.no_sync(): loss_of(model).backward()  # doctest: +SKIP
     """
     if model not in _GUARDED:
         model.register_comm_hook(None, _refuse)
@@ -47,8 +47,8 @@ def _refuse(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     raise UserError(
-        "DistributedDataParallel would average gradients that MomentumExchange or DeMo exchange; run every backward "
-        "pass in model.no_sync(), or train the module without the wrapper"
+        "DistributedDataParallel was about to average gradients that MomentumExchange or DeMo exchange their own way; "
+        "put every backward pass into model.no_sync(), or train the bare module"
     )
 
 
@@ -61,39 +61,39 @@ class Averaging(IntEnum):
 
 
 def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Module]:
-    """Find live modules that reduce the gradients of some parameters. No communication.
+    """Search the memory for modules that reduce the gradients of some parameters. No communication.
 
     Args:
         params: parameters of the exchange.
-        ranks: global ranks of the exchange, if they are known.
+        ranks: global ranks of the processes of the exchange, if they are known.
 
     Returns:
         DistributedDataParallel and DeepSpeed engines over several of these ranks.
 
     Raises:
-        UserError: FSDP1 holds the parameters, so that no rank has a complete replica.
+        UserError: FSDP1 holds the parameters, so that each rank has a shard instead of a full replica.
     """
-    ids, members = {id(param) for param in params}, set(ranks)
+    ids, between = {id(param) for param in params}, set(ranks)
     is_wrapper: dict[type, bool] = {}
     found: list[nn.Module] = []
     for each in gc.get_objects():
-        kind = type(each)
-        if kind not in is_wrapper:  # not `isinstance`, which would run code of lazy proxies
-            is_wrapper[kind] = issubclass(kind, nn.Module) and bool(_WRAPPERS & _base_names(kind))
-        if is_wrapper[kind] and any(id(param) in ids for param in each.parameters()) and _spans(each, members):
+        cls = type(each)
+        if cls not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
+            is_wrapper[cls] = issubclass(cls, nn.Module) and bool(_WRAPPERS & _class_names(cls))
+        if is_wrapper[cls] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
             found.append(each)
-            if _FSDP1 in _base_names(kind):
+            if _FSDP1 in _class_names(cls):
                 raise UserError(
-                    "the model is in FullyShardedDataParallel, which averages gradients and leaves a shard to each "
-                    "process; use FSDP2 with fully_shard(model, mesh=mesh['shard']) and "
-                    "process_group=mesh['replicate'] for the exchange, or train the model without the wrapper"
+                    "the model is in FullyShardedDataParallel, which averages gradients and leaves each process a "
+                    "shard. Use FSDP2: fully_shard(model, mesh=mesh['shard']), and process_group=mesh['replicate'] for "
+                    "the exchange; or train the bare model"
                 )
     return found
 
 
 def find_averaging(wrapper: nn.Module) -> Averaging:
-    """Return how certain it is that a wrapper averaged the gradients of the last backward pass."""
-    if _DEEPSPEED in _base_names(type(wrapper)):
+    """Return the certainty that a wrapper averaged the gradients of the last backward pass."""
+    if _DEEPSPEED in _class_names(type(wrapper)):
         return Averaging.PERHAPS
     if not getattr(wrapper, "require_forward_param_sync", True):  # the last forward pass ran in no_sync()
         return Averaging.NO
@@ -103,14 +103,14 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
     return Averaging.PERHAPS if hooks else Averaging.YES
 
 
-def _base_names(kind: type) -> set[str]:
-    return {base.__name__ for base in kind.__mro__}
+def _class_names(cls: type) -> set[str]:
+    return {base.__name__ for base in cls.__mro__}
 
 
 def _spans(wrapper: nn.Module, ranks: set[int]) -> bool:
-    """True if a wrapper communicates between several of these ranks, or if that is unknown."""
+    """Return True if a wrapper communicates between several of these ranks, or if that is unknown."""
     group = getattr(wrapper, "process_group", None)
     try:
         return not ranks or len(ranks & set(dist.get_process_group_ranks(group))) > 1
-    except (KeyError, ValueError, TypeError):  # a group without ranks in PyTorch, such as torchft's
+    except (KeyError, ValueError, TypeError):  # a group that PyTorch has no ranks of, such as those of torchft
         return True

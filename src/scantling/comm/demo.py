@@ -1,6 +1,6 @@
 """DeMo: an optimizer that updates parameters with the momentum that replicas exchange.
 
-For matrices, with m the mean of what all replicas sent (arXiv 2411.19870, algorithm 1; equations 1 to 5: exchange.py):
+For matrices, with m the mean of all replicas' messages (arXiv 2411.19870, algorithm 1; equations 1 to 5: exchange.py):
 
     (6)  p  <-  p (1 - lr weight_decay)
     (7)  p  <-  p - lr phi(m),        phi = sign, identity, or the nearest orthogonal matrix (Muon's map)
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from scantling.comm.codec.blocks import BlockGrid
-from scantling.comm.config import ExchangeOptions, document_options, is_number, make_config
+from scantling.comm.config import OPTIONS, ExchangeOptions, document_options, is_number, make_config
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.param_groups import (
     INTERNAL_DEFAULTS,
@@ -132,10 +132,10 @@ class DeMo(torch.optim.Optimizer):
         self._connect(as_replica_group(process_group))
 
     def _connect(self, replicas: ReplicaGroup) -> None:
-        """Make the exchange, which keeps its residuals in this optimizer's state."""
-        self._exchange = MomentumExchange.of_optimizer(
-            self.param_groups, self.state, self._config, replicas, COMPARED_KEYS
-        )
+        """Make the exchange; the property `exchange` lets it keep its residuals in this optimizer's state."""
+        options = {name: getattr(self._config, name) for name in OPTIONS}
+        self._exchange = MomentumExchange(self.param_groups, process_group=replicas, **options)
+        self._exchange.compared_keys = COMPARED_KEYS
         self._exchange.step = self.param_groups[0]["steps"]
 
     @property
@@ -320,7 +320,7 @@ class DeMo(torch.optim.Optimizer):
                     "load_shared_state_dict and what scantling.comm.merge_local_states returns. For "
                     "torch.distributed.checkpoint use scantling.comm.rank_tensors"
                 )
-        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _place)
+        load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _copy_to_device)
         self.exchange.discard_pending()
         for group in self.param_groups:
             for key in SAVED_RANK_KEYS:
@@ -485,6 +485,6 @@ def _check_state(group: dict[str, Any], param: Tensor, state: dict[str, Any], na
             )
 
 
-def _place(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
+def _copy_to_device(group: dict[str, Any], param: Tensor, key: str, value: Tensor) -> Tensor:
     device = torch.device("cpu") if key == "step" else to_local(param).device  # AdamW reads its count on the CPU
     return value.detach().to(device, copy=True)

@@ -5,12 +5,12 @@ On each of N replicas, whose gradients are never averaged (DeMo, arXiv 2411.1987
     (1)  M_i   <-  decay M_i + g_i                  accumulate; the residual differs on each replica
     (2)  q_i    =  quantize(top-k(DCT(M_i)))        select, in blocks of chunk x chunk
     (3)  m      =  mean_i q_i                       exchange; nothing else is sent
-    (4)  M_i   <-  M_i - DCT^-1(q_i)                subtract what was sent, keep the rest
+    (4)  M_i   <-  M_i - DCT^-1(q_i)                subtract the sent part, keep the rest
     (5)  .grad  =  DCT^-1(m)                        the same on all replicas
 
 Quantized values are subtracted, so that no error is lost: the mean of the residuals and the applied momentum add up to
-the decayed sum of all gradients. Embeddings and vectors are sent densely in few bits, with the same error feedback and
-decay 1: they are synchronized gradients.
+the decayed sum of all gradients. Embeddings and vectors are sent densely in low precision, with the same error
+feedback and decay 1: they are synchronized gradients.
 
 Cost: a residual of 4 bytes per element (1.03 in int8) unless everything is sent exactly; `wire_bytes` for the network.
 
@@ -34,16 +34,20 @@ from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.codec.message import Header
 from scantling.comm.codec.quantize import DTYPES
 from scantling.comm.collectives import Sparse, exchange_coefficients
-from scantling.comm.config import ExchangeConfig, ExchangeOptions, Strategy, document_options, make_config
+from scantling.comm.config import ExchangeOptions, Strategy, document_options, make_config
 from scantling.comm.consistency import AveragingGuard, find_mismatch, residual_divergence
-from scantling.comm.costs import (
+from scantling.comm.in_flight import InFlight
+from scantling.comm.layout import (
+    Layout,
     describe_layout,
+    keeps_residuals,
+    log_layout,
+    make_buckets,
     planned_state_bytes,
     planned_wire_bytes,
     planned_wire_bytes_per_step,
+    update_layout,
 )
-from scantling.comm.in_flight import InFlight
-from scantling.comm.layout import Layout, keeps_residuals, log_layout, make_buckets, update_layout
 from scantling.comm.momentum_watch import MomentumWatch
 from scantling.comm.param_groups import (
     INTERNAL_DEFAULTS,
@@ -54,7 +58,7 @@ from scantling.comm.param_groups import (
     parameter_names,
 )
 from scantling.comm.residuals import Residuals, check_state_keys
-from scantling.comm.transport.group import ReplicaGroup, as_replica_group
+from scantling.comm.transport.group import as_replica_group
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
 
@@ -69,7 +73,7 @@ class OpenStep:
         missing: for each bucket, indices of the parameters without a gradient so far in the backward pass.
         is_due: True if messages are sent: not between exchanges, nor after a broken exchange.
         previous: result of the exchange of the previous step, with `delay`.
-        failure: error of that exchange, to be raised after this step's messages are sent.
+        failure: error of the same exchange, to be raised after this step's messages are sent.
         next_bucket: index of the next bucket to send.
     """
 
@@ -92,8 +96,8 @@ class MomentumExchange:
     `scaler.step`.
 
     Args:
-        groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, of which those with at
-            least two dims and 4,096 elements are matrices. A group may override the options that concern parameters:
+        groups: of `scantling.param_groups`, whose `role` selects the encoding; or parameters, which are matrices if
+            they have at least two dims and 4,096 elements. A group may override the options that concern parameters:
             decay, topk, chunk, values, dense, residual.
         process_group: group of the replicas, a mesh of one dim, or a `TorchFTGroup`; default all processes.
         {options}
@@ -112,6 +116,7 @@ class MomentumExchange:
         nonfinite_ranks: ranks whose gradients were NaN or Inf in that exchange; with overlap, in a part of it.
         local_nonfinite: True if this process's gradients in the last step were NaN or Inf, and were left out.
         announces: True if rank 0 reports the layout at the first exchange.
+        compared_keys, compared_values: further keys of the groups, and values, that replicas must share.
         replica_divergence: relative distance between the replicas' residuals at the last comparison, from 0 to 1.
 
     Raises:
@@ -124,53 +129,21 @@ class MomentumExchange:
     """
 
     def __init__(self, groups: Iterable[Any], *, process_group: Any = None, **options: Unpack[ExchangeOptions]) -> None:
-        config = make_config(options)
-        groups = make_groups(groups, {**config.group_options, **INTERNAL_DEFAULTS})
-        self._set_up(groups, {}, config, as_replica_group(process_group))
-
-    @classmethod
-    def of_optimizer(
-        cls,
-        param_groups: list[Group],
-        state: MutableMapping[Tensor, dict[str, Any]],
-        config: ExchangeConfig,
-        replicas: ReplicaGroup,
-        compared_keys: Sequence[str],
-    ) -> MomentumExchange:
-        """Return an exchange on the groups and the state of an optimizer, which saves and loads them.
-
-        Args:
-            param_groups: groups with all options.
-            state: by parameter.
-            config: options of the exchange.
-            replicas: group of the replicas.
-            compared_keys: keys of the groups, next to those of the exchange, that replicas must share.
-        """
-        exchange = cls.__new__(cls)
-        exchange._set_up(param_groups, state, config, replicas)
-        exchange._compared_keys = tuple(compared_keys)
-        return exchange
-
-    def _set_up(
-        self,
-        param_groups: list[Group],
-        state: MutableMapping[Tensor, dict[str, Any]],
-        config: ExchangeConfig,
-        replicas: ReplicaGroup,
-    ) -> None:
+        config, replicas = make_config(options), as_replica_group(process_group)
+        param_groups = make_groups(groups, {**config.group_options, **INTERNAL_DEFAULTS})
         check_groups(param_groups, config)
         if not replicas.is_static and (config.delay or config.overlap):
             raise UserError("delay and overlap need a fixed set of replicas; leave them out with a TorchFTGroup")
-        self.residuals = Residuals(param_groups, state, config)
+        self.residuals = Residuals(param_groups, {}, config)
         self.config, self.replicas = config, replicas
         self.announces = True
+        self.compared_keys: tuple[str, ...] = ()
         self.compared_values: dict[str, Any] = {}
         self.replica_divergence: float | None = None
         self.momentum_watch: MomentumWatch | None = None
         self.step = 0
         self.wire_bytes, self.nonfinite_ranks = 0, list[int]()
         self.local_nonfinite = False
-        self._compared_keys: tuple[str, ...] = ()
         self._steps_in_process = 0
         self._layout: Layout | None = None
         self._averaging = AveragingGuard()
@@ -294,7 +267,7 @@ class MomentumExchange:
         return codec.select(block_group.to_blocks(sums))
 
     def _receive(self) -> list[Tensor] | None:
-        """Wait for the exchanges in flight, decode the mean momentum (5) and subtract what was sent (4).
+        """Wait for the exchanges in flight, decode the mean momentum (5) and subtract the sent part (4).
 
         Pending results that were loaded or flushed are added. None if there is neither.
         """
@@ -525,7 +498,7 @@ class MomentumExchange:
         self._averaging, self.momentum_watch, self._in_flight = other._averaging, other.momentum_watch, other._in_flight
 
     def attach(self, param_groups: list[Group], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-        """Use these groups and this state from now on."""
+        """Use the groups and the state of an optimizer, which saves and loads them."""
         self.residuals.param_groups, self.residuals.state = param_groups, state
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
@@ -650,7 +623,7 @@ class MomentumExchange:
             self.replicas,
             self._layout,
             step=self.step,
-            compared_keys=self._compared_keys,
+            compared_keys=self.compared_keys,
             compared_values=self.compared_values,
         )
         if self.announces and self._layout is None and self.replicas.rank == 0:

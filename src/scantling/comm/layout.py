@@ -25,9 +25,9 @@ from torch import Tensor
 from scantling.comm.codec.block_group import BlockGroup, BlockSpec, ParamSlot
 from scantling.comm.codec.blocks import BlockGrid, even_side, make_grid
 from scantling.comm.codec.topk import TopKCodec
-from scantling.comm.collectives import cheapest_strategy
+from scantling.comm.collectives import cheapest_strategy, wire_bytes
 from scantling.comm.config import ExchangeConfig, ResidualFormat, Strategy
-from scantling.comm.consistency import check_in_sync
+from scantling.comm.consistency import check_replicas
 from scantling.comm.param_groups import (
     COMPARED_OPTIONS,
     Group,
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 MIN_MATRIX_NUMEL = 4096
 ROW = 128
 """Largest number of elements of a dense parameter that share a scale."""
+RESIDUAL_ROW = 128
+"""Elements of an int8 residual that share a scale."""
 MAX_GROUP_NUMEL = 1 << 24
 """Elements of a block group, which bounds temporary memory; a larger parameter has its own group."""
 MAX_GROUP_NUMEL_CUDA = 1 << 26
@@ -130,7 +132,7 @@ def update_layout(
         compared_keys: further keys of groups that replicas must share.
         compared_values: further values that replicas must share.
 
-    Collectives: those of `check_in_sync` for a new layout.
+    Collectives: those of `check_replicas` for a new layout.
     """
     params = all_parameters(groups)
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
@@ -159,7 +161,7 @@ def update_layout(
         for param, group in zip(params, group_by_param(groups), strict=True)
     ]
     buckets = make_buckets(groups, config)
-    configuration = check_in_sync(replicas, descriptions, parameter_names(groups), params)
+    configuration = check_replicas(replicas, descriptions, parameter_names(groups), params)
     return Layout(key, buckets, configuration, choose_strategy(groups, config, replicas.world_size))
 
 
@@ -292,12 +294,69 @@ def all_block_groups(buckets: Sequence[Bucket]) -> list[BlockGroup]:
     return [block_group for bucket in buckets for block_group in bucket.block_groups]
 
 
+def residual_bytes(numel: int, form: ResidualFormat) -> int:
+    """Return the bytes of a residual: 4 per element, or one and a scale per row in int8."""
+    return 4 * numel if form == "fp32" else numel + 4 * -(-numel // RESIDUAL_ROW)
+
+
 def log_layout(text: str) -> None:
     """Report the layout at the start of a run: by logging, or on stderr if logging would not show it."""
     if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     else:
         print(text, file=sys.stderr)
+
+
+def planned_wire_bytes(groups: Sequence[Group], config: ExchangeConfig, world_size: int) -> int:
+    """Return the bytes that each replica sends in an exchange, headers included."""
+    strategy = choose_strategy(groups, config, world_size)
+    return sum(wire_bytes(bucket.block_groups, world_size, strategy) for bucket in make_buckets(groups, config))
+
+
+def planned_wire_bytes_per_step(groups: Sequence[Group], config: ExchangeConfig, world_size: int) -> float:
+    """Return the mean bytes per step: exchanges and averages of residuals, without comparisons of replicas."""
+    sent = float(planned_wire_bytes(groups, config, world_size))
+    if config.state_sync_every is not None and config.exchange != "dense" and world_size > 1:
+        numel = sum(_numels(groups, config))
+        sent += 2 * (world_size - 1) / world_size * 4 * numel / config.state_sync_every
+    return sent / config.sync_every
+
+
+def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
+    """Return the bytes of the residuals after the first exchange."""
+    params, param_groups = all_parameters(groups), group_by_param(groups)
+    return sum(
+        residual_bytes(to_local(params[idx]).numel(), residual_format(params[idx], param_groups[idx]))
+        for idx in _indices(groups, config)
+    )
+
+
+def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
+    """Return one line for each block group: number and size of its parameters, selection and bytes."""
+    return "\n".join(_describe(each, groups, config) for each in all_block_groups(make_buckets(groups, config)))
+
+
+def _describe(block_group: BlockGroup, groups: Sequence[Group], config: ExchangeConfig) -> str:
+    spec, params = block_group.spec, all_parameters(groups)
+    numel = sum(to_local(params[slot.param]).numel() for slot in block_group.slots)
+    what = f"{spec.codec.k} of {spec.height} x {spec.width}" if spec.is_matrix else f"rows of {spec.width}"
+    if config.exchange == "dense":
+        what = "all of a matrix" if spec.is_matrix else "all"
+    return (
+        f"{len(block_group.slots):4} tensors, {numel:>12,} elements: {what}, {spec.codec.values}, "
+        f"{block_group.num_bytes:,} bytes"
+    )
+
+
+def _indices(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
+    """Return the indices of the parameters that have residuals."""
+    block_groups = all_block_groups(make_buckets(groups, config))
+    return [slot.param for each in block_groups if keeps_residuals(each, config) for slot in each.slots]
+
+
+def _numels(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
+    params = all_parameters(groups)
+    return [to_local(params[idx]).numel() for idx in _indices(groups, config)]
 
 
 def _last_dim(shape: tuple[int, ...]) -> MatrixDims:

@@ -1,16 +1,16 @@
-"""DiLoCo and SparseLoCo: several local optimizer steps between exchanges.
+"""Local optimizer steps between exchanges: DiLoCo and SparseLoCo.
 
-Every replica takes H steps with its own optimizer. Then, with the common old parameters p0 and the local parameters p:
+Every replica steps its own optimizer H times. Then, with p0 the common parameters of before and p those of the replica:
 
-    d   =  p0 - p                        (1) pseudo-gradient, different on each replica
-    D   =  exchange(d)                   (2) mean over replicas: dense, or top-k with error feedback
-    p0  <-  outer step with D            (3) SGD, for DiLoCo with Nesterov momentum
-    p   <-  p0                           (4)
+    d   =  p0 - p                        pseudo-gradient, different on each replica
+    D   =  exchange(d)                   mean over replicas: dense, or of a few components with error feedback
+    p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
+    p   <-  p0
 
-DiLoCo (Douillard et al., arXiv 2311.08105) exchanges d dense; SparseLoCo (Sarfi et al., arXiv 2508.15706) the largest
-components of each block, without a transform. Its decaying residual replaces the outer momentum.
+DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
+largest components of each block, without a transform and without outer momentum: the decaying residual takes its role.
 
-Cost: 4 bytes per parameter for p0, the state of the exchange and of the outer momentum; `wire_bytes` every H steps.
+Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_TOPK_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
-"""Options without effect in a dense exchange."""
+_SELECTION_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
+"""Options that have an effect only with selection."""
 
 
 class LocalSteps:
-    """Optimizer with local steps and an exchange between replicas every H steps.
+    """Optimizer that steps each replica locally and synchronizes the replicas every `sync_every` steps.
 
-    A local step with NaN or Inf gradients is skipped on its replica. Parameters frozen between two exchanges return to
-    their values of the last exchange.
+    A step with NaN or Inf gradients is skipped on its replica. A parameter that is frozen between two exchanges is
+    reset to its value after the first.
 
-    Use it like an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning-rate
+    Use it as an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning rate
     schedules belong to the inner optimizer.
 
     Args:
-        inner: optimizer of this replica, with gradients that were not averaged.
-        exchange: exchange of the same parameters, with `sync_every=1`.
-        sync_every: number of local steps between exchanges, H.
-        outer_lr, outer_momentum: options of the outer SGD; its momentum is Nesterov's.
+        inner: any optimizer of this replica's parameters; gradients must not be averaged.
+        exchange: over the same parameters, with `sync_every=1`.
+        sync_every: local steps H between exchanges.
+        outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
 
     Attributes:
-        wire_bytes: bytes sent by this process in the last step; 0 except in every H-th.
+        wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
 
     Raises:
         UserError: a value out of range, an exchange over other parameters or at other times, or a `TorchFTGroup`;
-            in a step, a parameter resized by a `RankAdapter`, which selects ranks by gradients of one replica.
+            in a step, a parameter that a `RankAdapter` has sliced: it selects ranks by gradients, which differ between
+            replicas.
     """
 
-    _step_supports_amp_scaling = True  # the scaler then calls every step, which this class counts
+    _step_supports_amp_scaling = True  # a scaler skips no step: steps are counted
 
     def __init__(
         self,
@@ -81,22 +82,22 @@ class LocalSteps:
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
             raise UserError("the inner optimizer and the exchange must hold the same parameters")
-        for name, default in (("delay", 0), ("overlap", False), ("sync_every", 1)):
+        for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
             given = getattr(exchange.config, name)
-            if given != default:
-                raise UserError(
-                    f"{name}={given} works only with an exchange at every step, not with local steps; leave it out"
-                )
+            if given != usual:
+                raise UserError(f"{name}={given} is for an exchange in every step, not for local steps; leave it out")
         if not exchange.replicas.is_static:
             raise UserError(
-                "local steps need a fixed set of replicas, and a TorchFTGroup changes: a replica that joins lacks the "
-                "parameters of the last exchange. Use sc.DeMo with a TorchFTGroup"
+                "local steps need a fixed set of replicas: a joining replica would lack the parameters that the others "
+                "started from. With a TorchFTGroup use sc.DeMo"
             )
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
-        exchange.momentum_watch = MomentumWatch(())  # pseudo-gradients are no momentum; do not warn of a second one
+        exchange.momentum_watch = MomentumWatch(
+            ()
+        )  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     @property
@@ -110,20 +111,20 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take a local step; every H-th time, exchange and take an outer step.
+        """Take a step of the inner optimizer, and every H-th time synchronize the replicas after it.
 
-        Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; for sharded
-        parameters one all-reduce of 4 bytes per dim of their mesh.
+        Collectives: those of `MomentumExchange.exchange`, every H-th time; one all-gather the first time; of sharded
+        parameters one all-reduce of 4 bytes for each dim of their mesh.
 
         Raises:
-            UserError, NonFiniteError, PayloadError: as `MomentumExchange.exchange`.
+            UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
         if any(
             to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)
         ):
             raise UserError(
-                "a parameter has changed its shape since the local steps began: with a RankAdapter, each replica would "
-                "select ranks by its own gradients. Use sc.DeMo or sc.MomentumExchange with a RankAdapter"
+                "a parameter has another shape than when local steps began: with a RankAdapter each replica would "
+                "select ranks by its own gradients. Use sc.DeMo or sc.MomentumExchange with it"
             )
         self.exchange.check_gradients()
         if (scale := grad_scale(self)) is not None:
@@ -139,20 +140,20 @@ class LocalSteps:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = to_local(param)
-            pseudo_gradient = anchor - part  # (1)
-            part.copy_(anchor)  # the exchange compares replicas at p0, and the outer step starts there
+            moved = anchor - part
+            part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
             param.grad = None
-            if param.requires_grad:  # frozen parameters are not exchanged and return to p0
-                param.grad = as_gradient(pseudo_gradient, param)
-        self.exchange.exchange()  # (2)
+            if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
+                param.grad = as_gradient(moved, param)
+        self.exchange.exchange()
         self.wire_bytes = self.exchange.wire_bytes
-        self.outer.step()  # (3), (4)
+        self.outer.step()
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self._anchors, strict=True):
             anchor.copy_(to_local(param))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that this replica needs to resume."""
+        """Return the state of this replica."""
         return {
             "inner": self.inner.state_dict(),
             "outer": self.outer.state_dict(),
@@ -163,10 +164,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state that `state_dict` returned on this replica.
+        """Load what `state_dict` returned on this replica.
 
         Raises:
-            UserError: a state of another class.
+            UserError: another kind of state.
         """
         check_state_keys(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
@@ -186,29 +187,29 @@ def diloco(
     outer_momentum: float = 0.9,
     **options: Any,
 ) -> LocalSteps:
-    """Return DiLoCo (arXiv 2311.08105): local steps with a dense exchange.
+    """Return DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
 
     Args:
         inner: the optimizer of this replica, AdamW in the paper.
         groups: the same parameters, or groups of them.
-        sync_every: number of local steps between exchanges; 500 in the paper.
-        outer_lr, outer_momentum: options of the outer optimizer; the defaults are the paper's.
-        options: options of `MomentumExchange`; `dense` is the format, by default fp32.
+        sync_every: 500 in the paper.
+        outer_lr, outer_momentum: of the outer optimizer; the defaults are the paper's.
+        options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
     Returns:
-        The optimizer to use instead of `inner`.
+        The optimizer of this replica, to be used instead of `inner`.
 
     Raises:
-        UserError: an option without effect in a dense exchange, or as `LocalSteps`.
+        UserError: an option that concerns selection; and as `LocalSteps`.
     """
-    if unused := sorted(_TOPK_OPTIONS & set(options)):
+    if unused := sorted(_SELECTION_OPTIONS & set(options)):
         raise UserError(
-            f"diloco sends everything dense, so that {', '.join(unused)} would have no effect; leave them out, set the "
-            "format with dense=, or use sparseloco"
+            f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or use "
+            "sparseloco; set the format by dense="
         )
-    keys = ("params", "param_names")
+    kept = ("params", "param_names")
     dense_groups = [
-        {key: group[key] for key in keys if key in group} | {"role": "vector"} for group in make_groups(groups, {})
+        {key: group[key] for key in kept if key in group} | {"role": "vector"} for group in make_groups(groups, {})
     ]
     exchange = MomentumExchange(dense_groups, **{"dense": "fp32", **options})
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
@@ -222,17 +223,17 @@ def sparseloco(
     outer_lr: float = 1.0,
     **options: Any,
 ) -> LocalSteps:
-    """Return SparseLoCo (arXiv 2508.15706): local steps that exchange the top 64 of 4096 values, with error feedback.
+    """Return SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 elements every `sync_every` steps.
 
     Args:
         inner: the optimizer of this replica.
         groups: the same parameters, or groups of them from `scantling.param_groups`.
-        sync_every: number of local steps between exchanges; 15 to 250 in the paper.
-        outer_lr: learning rate of the outer step.
-        options: options of `MomentumExchange`; by default topk=64, chunk=64, decay=0.95, values="int4".
+        sync_every: 15 to 250 in the paper.
+        outer_lr: of the outer step.
+        options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
 
     Returns:
-        The optimizer to use instead of `inner`.
+        The optimizer of this replica, to be used instead of `inner`.
 
     Raises:
         UserError: as `LocalSteps` and `MomentumExchange`.

@@ -1,4 +1,4 @@
-"""Groups of parameters with the options of an exchange: made from what a user gives, checked, and read."""
+"""Groups of parameters with the options of an exchange: construction, checks and lookups."""
 
 from __future__ import annotations
 

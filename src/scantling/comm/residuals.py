@@ -3,8 +3,8 @@
     accumulate    M <- decay M + g               before an exchange
     subtract      M <- M - DCT^-1(q)             after it, for the coefficients q that are part of the mean
 
-A residual takes 4 bytes per element in fp32, and 1.03 in int8: rows of `ROW` elements share a scale, their largest
-magnitude m, and
+A residual takes 4 bytes per element in fp32, and 1.03 in int8: rows of `RESIDUAL_ROW` elements share a scale, their
+largest magnitude m, and
 
     code = floor(127 v / m + noise),  noise uniform in [0, 1)
 
@@ -24,7 +24,7 @@ from scantling.comm.codec import triton
 from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.collectives import Outcome, Sparse
 from scantling.comm.config import ExchangeConfig, ResidualFormat
-from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets, residual_format
+from scantling.comm.layout import RESIDUAL_ROW, all_block_groups, keeps_residuals, make_buckets, residual_format
 from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
@@ -33,8 +33,6 @@ from scantling.numerics.block_quantizer import BlockQuantizer, join_blocks, spli
 
 KEYS = ("residual", "residual_scale")
 """Keys of a parameter's state."""
-ROW = 128
-"""Elements that share a scale in int8."""
 INT8 = BlockQuantizer(8)
 MAX_AVERAGED_NUMEL = 1 << 24
 """Elements of the residuals that are averaged in one collective; a larger parameter has its own."""
@@ -261,14 +259,9 @@ def rounding_seed(step: int, turn: int, idx: int) -> int:
     return ((2 * step + turn) << 24) + idx
 
 
-def residual_bytes(numel: int, form: ResidualFormat) -> int:
-    """Return the bytes of a residual."""
-    return 4 * numel if form == "fp32" else numel + 4 * num_rows(numel)
-
-
 def num_rows(numel: int) -> int:
     """Return the number of scales in int8."""
-    return -(-numel // ROW)
+    return -(-numel // RESIDUAL_ROW)
 
 
 def mean_of_tensors(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -287,20 +280,20 @@ def mean_of_tensors(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Return int8 codes of the shape of `value`, and the scale of each row of `ROW` elements."""
-    rows = split_blocks(value.flatten(), ROW)  # (rows, ROW)
+    """Return int8 codes of the shape of `value`, and the scale of each row of `RESIDUAL_ROW` elements."""
+    rows = split_blocks(value.flatten(), RESIDUAL_ROW)  # (rows, RESIDUAL_ROW)
     scale = rows.abs().amax(1)
     noise = None
     if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)
-        noise = torch.rand(rows.shape, generator=generator, device=value.device)
+        noise = torch.rand(rows.shape, generator=generator, dtype=torch.float32, device=value.device)
     codes = INT8.encode(rows, scale, noise).to(torch.int8)
     return join_blocks(codes, value.numel()).view(value.shape).clone(), scale
 
 
 def decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the fp32 values of codes and scales."""
-    values = INT8.decode(split_blocks(codes.flatten(), ROW), scale)
+    values = INT8.decode(split_blocks(codes.flatten(), RESIDUAL_ROW).float(), scale)
     return join_blocks(values, codes.numel()).view(codes.shape)
 
 

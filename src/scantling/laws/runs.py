@@ -125,19 +125,19 @@ def read_runs(
         if name not in (*wanted, "C"):
             raise UserError(f"columns names '{name}', but the {law.name} law has only {', '.join(wanted)}")
     # for error messages: the row of each run in the original table
-    numbers: Sequence[int] = range(1, len(next(iter(table.values()), [])) + 1)
+    row_numbers: Sequence[int] = range(1, len(next(iter(table.values()), [])) + 1)
     if "post" in wanted and "*" in renamed.get("post", ""):
-        table, numbers = _melt_post_columns(table, renamed.pop("post"), renamed.get("loss", "loss"))
-    selected = np.ones(len(numbers), bool)
+        table, row_numbers = _melt_post_columns(table, renamed.pop("post"), renamed.get("loss", "loss"))
+    selected = np.ones(len(row_numbers), bool)
     for column, value in (where or {}).items():
         selected &= np.array([_is_equal(each, value) for each in _get_column(table, column, column)], bool)
     if not selected.any():
         conditions = ", ".join(f"{name} {value}" for name, value in (where or {}).items())
         raise UserError(f"the table has no run{' with ' + conditions if conditions else ''}")
     table = {name: list(compress(column, selected)) for name, column in table.items()}
-    numbers = list(compress(numbers, selected))
+    row_numbers = list(compress(row_numbers, selected))
     if "C" in renamed:
-        table["D"] = _tokens_from_flops(table, renamed.pop("C"), renamed.get("N", "N"), numbers)
+        table["D"] = _tokens_from_flops(table, renamed.pop("C"), renamed.get("N", "N"), row_numbers)
     for name in _PARTS:
         if name in wanted and name not in {*renamed, *table} and f"{_SWEEP_PREFIX}{name}" in table:
             renamed[name] = f"{_SWEEP_PREFIX}{name}"
@@ -147,18 +147,18 @@ def read_runs(
         column = renamed.get(name, name)
         is_present = name in table and name not in renamed.values()  # and does not hold another variable
         if name not in ("N", "D", "loss", "scheme") and name not in renamed and not is_present:
-            parsed[name] = np.full(len(numbers), float(law.VARIABLES[name]))
+            parsed[name] = np.full(len(row_numbers), float(law.VARIABLES[name]))
         elif name == "scheme":
             texts = map(cell_text, _get_column(table, column, name))
             parsed[name] = np.array([UNQUANTIZED_SCHEMES[0] if t.lower() in EMPTY_CELLS else t for t in texts])
         else:
             cells = _get_column(table, column, name)
-            parsed[name] = _parse_numbers(cells, column, numbers, is_bits=name in law.VARIABLES)
-    _check_values(parsed, law, numbers)
+            parsed[name] = _parse_numbers(cells, column, row_numbers, is_bits=name in law.VARIABLES)
+    _check_values(parsed, law, row_numbers)
     _check_losses(parsed)
     _check_units(parsed)
     others = {name: column for name, column in table.items() if name not in renamed.values()}
-    return Runs(parsed, _unmodeled_low_precision(others, law, parsed.get("scheme", np.zeros(len(numbers)))))
+    return Runs(parsed, _unmodeled_low_precision(others, law, parsed.get("scheme", np.zeros(len(row_numbers)))))
 
 
 def _unmodeled_low_precision(table: Mapping[str, Sequence[Any]], law: type[Law], schemes: Array) -> Array:
@@ -209,11 +209,11 @@ def _melt_post_columns(
 
 
 def _tokens_from_flops(
-    table: Mapping[str, Sequence[Any]], compute_column: str, size_column: str, numbers: Sequence[int]
+    table: Mapping[str, Sequence[Any]], compute_column: str, size_column: str, row_numbers: Sequence[int]
 ) -> list[float]:
     """Return D = C / 6N."""
     compute, size = (
-        _parse_numbers(_get_column(table, column, name), column, numbers, is_bits=False)
+        _parse_numbers(_get_column(table, column, name), column, row_numbers, is_bits=False)
         for column, name in ((compute_column, "C"), (size_column, "N"))
     )
     tokens: list[float] = (compute / (6 * size)).tolist()
@@ -301,7 +301,7 @@ def _get_column(table: Mapping[str, Sequence[Any]], column: str, name: str) -> S
     )
 
 
-def _parse_numbers(cells: Sequence[Any], column: str, numbers: Sequence[int], *, is_bits: bool) -> Array:
+def _parse_numbers(cells: Sequence[Any], column: str, row_numbers: Sequence[int], *, is_bits: bool) -> Array:
     """Return cells as floats; in columns of bits an empty cell is unquantized, and a format name means its bits."""
     values = np.empty(len(cells))
     for i, cell in enumerate(cells):
@@ -309,16 +309,16 @@ def _parse_numbers(cells: Sequence[Any], column: str, numbers: Sequence[int], *,
         try:
             values[i] = parse_bits(cell) if is_bits else float(text or "nan")
         except ValueError:
-            raise UserError(f"column {column}, run {numbers[i]}: '{text}' is not a number") from None
+            raise UserError(f"column {column}, run {row_numbers[i]}: '{text}' is not a number") from None
     return values
 
 
-def _check_values(runs: Mapping[str, Array], law: type[Law], numbers: Sequence[int]) -> None:
+def _check_values(runs: Mapping[str, Array], law: type[Law], row_numbers: Sequence[int]) -> None:
     """Refuse counts and losses that are not positive, and bits out of range."""
     for name in ("N", "D", "loss"):
         bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0))).tolist()
         if bad:
-            bad_numbers = list(dict.fromkeys(str(numbers[i]) for i in bad))
+            bad_numbers = list(dict.fromkeys(str(row_numbers[i]) for i in bad))
             listed = ", ".join(bad_numbers[:5]) + (", …" if len(bad_numbers) > 5 else "")
             raise UserError(
                 f"{name} of run {listed} is {runs[name][bad[0]]}; every {name} is a positive and finite number. "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,7 +17,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +50,7 @@ def load_library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     compiler = compiler and os.path.abspath(compiler)
     if compiler is None:
         raise CompileError("there is no C compiler (cc, or what CC names)")
+    # Look in the cache without the lock first: that is the common case.
     folder = cache_root() / "native"
     try:
         key = f"{source.stem}-{_key(source, compiler, flags)}"
@@ -59,7 +58,9 @@ def load_library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
             library = _load_cached(opened, key)
             if library is not None:
                 return library
-            with _lock(opened / "lock"):
+            from filelock import FileLock  # slow to import, and rarely needed
+
+            with FileLock(opened / "lock", timeout=_TIMEOUT_S, mode=0o600):  # one process compiles
                 library = _load_cached(opened, key)
                 if library is None:
                     _compile_into(opened, key, source, compiler, flags)
@@ -108,6 +109,7 @@ def _private_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # Check the folder through a handle, so that it cannot be replaced between the check and the use.
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
@@ -124,6 +126,7 @@ def _private_folder(folder: Path) -> Iterator[Path]:
 
 def _load_cached(folder: Path, key: str) -> ctypes.CDLL | None:
     """Load the library of this key, or return None; a damaged library is removed."""
+    # The name ends with the SHA-256 of the file: a library that was changed or cut off is removed.
     for path in folder.glob(f"{key}.*.so"):
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -139,29 +142,11 @@ def _load_cached(folder: Path, key: str) -> ctypes.CDLL | None:
     return None
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Let one process compile at a time. A process that waits longer than a compilation may take raises an OSError."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        end = time.monotonic() + _TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(0, "another process has been compiling there for too long") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _compile_into(folder: Path, key: str, source: Path, compiler: str, flags: Sequence[str]) -> None:
     """Compile and publish the library; the caller holds the lock, so every temporary folder is of a dead process."""
     for stale in folder.glob("tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
+    # Compile aside, sync and rename: a reader never sees half a library.
     temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
     try:
         library = _compile(temporary, source, compiler, flags)

@@ -161,7 +161,7 @@ class _TileGrid:
     """
 
     def __init__(self, sizes: tuple[tuple[int, int, int], ...], tile: tuple[int, int], device: torch.device) -> None:
-        matrices, rows, cols = np.array(sizes, dtype=np.int64).T
+        matrices, rows, cols = np.array(sizes, dtype=np.int64).T  # (parameters,) each
         down, across = -(-rows // tile[0]), -(-cols // tile[1])
         tiles, row_parts, col_parts = matrices * down * across, matrices * rows * across, matrices * down * cols
         self.fields = {
@@ -210,7 +210,7 @@ def _build_tables(
     from scantling.optim.kernels.came_gpu import FIELDS, VALUES
 
     grid, field_table, value_table = _cached_tables(key, tuple(step.layout.sizes for step in steps), tile)
-    fields = np.zeros((len(steps), len(FIELDS)), dtype=np.int64)
+    fields = np.zeros((len(steps), len(FIELDS)), dtype=np.int64)  # one row per parameter
     for name, column in grid.fields.items():
         fields[:, FIELDS.index(name)] = column
     values = np.zeros((len(steps), len(VALUES) + _NUM_LOGS))
@@ -231,6 +231,7 @@ def _value_row(hyper: HyperParams, sizes: tuple[int, int, int], *, is_factored: 
     matrices, rows, cols = sizes
     beta1, beta2, beta3 = hyper.beta1, hyper.beta2, hyper.beta3
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
+    # Weights of the sums in (1), (2), and in (7), (8) for residuals that lack a factor beta1.
     second = [beta2, (1.0 - beta2) * hyper.eps1]
     second += [(1.0 - beta2) / cols, (1.0 - beta2) / rows] if is_factored else [1.0 - beta2, 0.0]
     third = beta1**2 * (1.0 - beta3)
@@ -249,6 +250,7 @@ def _add_step_values(key: _LaunchKey, steps: Sequence[ParamStep], fields: Tensor
 
     values = host_values[:, : len(VALUES)].float()  # (parameters, VALUES)
     counters = torch.stack([step.state["step"] for step in steps])
+    # Computed on the device from the step counters, so that a CUDA graph replays them.
     scale = values[:, VALUES.index("scale")]
     if key.debias:
         correction = -torch.expm1(counters.double()[:, None] * host_values[:, len(VALUES) :])  # (parameters, 3)
@@ -283,6 +285,7 @@ def _launch_factored(key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
     shape = {"aligned": key.is_aligned, "rows": tile[0], "cols": tile[1]}
     codec = {"momentum": key.momentum, "bytes": key.scale_bytes}
 
+    # Finish row and column averages from the partial sums, then the root of their mean.
     def average(row: str, col: str, first: str, means: Tensor) -> None:
         for weight, (owners, firsts, parts, *names) in enumerate(
             (

@@ -217,6 +217,7 @@ class CAME(torch.optim.Optimizer):
         self._param_index = None
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # a scheduler writes into the tensor of each group
+        # torch warns about a parameter that a group lists twice, as tied parameters can be.
         if not isinstance(group["params"], Tensor | set):
             group["params"] = _deduplicate(group["params"])
         super().add_param_group(group)
@@ -257,6 +258,7 @@ class CAME(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Check everything before the first parameter changes.
         check_grads(self.param_groups)
         steps: list[ParamStep] = []
         param_idx = 0
@@ -368,12 +370,14 @@ class CAME(torch.optim.Optimizer):
     ) -> ParamStep:
         """Return the next step of one parameter, not yet taken; without a gradient, that of zeros (sharded ones)."""
         hyper = hyper or HyperParams.from_group(group)
+        # A sharded parameter without a gradient on this rank takes part with zeros.
         layout, grad = self._layout(group, param, hyper), local_grad(param)
         zeros = layout.param.new_zeros(()).expand(layout.param.shape) if grad is None else grad
         return ParamStep(layout, zeros, hyper, param_idx, has_grad=grad is not None)
 
     def _layout(self, group: dict[str, Any], param: Tensor, hyper: HyperParams) -> ParamLayout:
         """Return the cached layout of a parameter; make it again if the parameter, its state or its options changed."""
+        # Local parts of DTensors are new tensors in every step, so only the shard plan of theirs is reused.
         mesh = getattr(param, "device_mesh", None)
         placements = None if mesh is None else (id(mesh), mesh, param.placements)  # type: ignore[attr-defined]
         key = (param.shape, param.stride(), param.dtype, hyper.layout_key, placements)
@@ -413,7 +417,7 @@ class CAME(torch.optim.Optimizer):
                 tensor that is missing, unknown or of another shape or dtype; nothing has been loaded.
         """
         check_saved_groups(state_dict, self.param_groups, self.defaults)
-        released = self.released
+        released = self.released  # `__setstate__` in the load resets it
         try:
             load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _copy_state)
         finally:

@@ -70,6 +70,7 @@ def from_came_pytorch(
         parameters = optimizer.parameters()
         for saved_group, new_group in zip(theirs, ours, strict=True):
             new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
+    # Match our parameters to the saved keys by identity, each tied parameter once.
     ordered = list({id(param): param for param in parameters}.values())
     if len(ordered) != len(saved_keys):
         raise UserError(f"the saved groups hold {len(saved_keys)} parameters; given {len(ordered)}")
@@ -142,6 +143,7 @@ def _debias(state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor
     if not group["debias"]:
         return state
     beta1, beta2, beta3 = group["betas"]
+    # Each average is divided by 1 - beta^t of its own beta.
     beta_by_key = {"exp_avg": beta1, **dict.fromkeys(("row", "col", "exp_avg_sq"), beta2)}
     beta_by_key |= dict.fromkeys(("res_row", "res_col"), beta3)
     return {
@@ -167,6 +169,7 @@ def _refactor(state: dict[str, Tensor], view: MatrixDims | None, target: MatrixD
     moment = second_moment(state, view)
     if target is None:
         return {"exp_avg_sq": moment}
+    # Without factors there is no instability: ones leave the momentum unscaled.
     instability = torch.ones_like(moment)
     if view is not None:
         instability = second_moment({"row": state["res_row"], "col": state["res_col"]}, view)
@@ -176,6 +179,7 @@ def _refactor(state: dict[str, Tensor], view: MatrixDims | None, target: MatrixD
 
 
 def _factor_to_ours(factor: Tensor, name: str) -> Tensor:
+    # came-pytorch drops the averaged dim, we keep it with size 1
     return factor.unsqueeze(-1 if name.endswith("row") else -2)
 
 

@@ -34,6 +34,7 @@ def check_hyperparams(group: dict[str, Any]) -> None:
     _check_numbers("eps", group["eps"], 2, at_least=0.0)
     _check_number("clip_threshold", group["clip_threshold"], above=0.0)
     _check_number("weight_decay", group["weight_decay"], at_least=0.0)
+    # Switches, then choices, then the one combination that divides by 0.
     for key in ("debias", "confidence", "maximize", "capturable", "foreach"):
         if not isinstance(group[key], bool) and not (key == "foreach" and group[key] is None):
             raise UserError(f"{key} must be True or False; given {group[key]!r}")
@@ -84,6 +85,7 @@ def check_param(name: str, param: Tensor, group: dict[str, Any]) -> None:
             f"momentum='{group['momentum']}' has a lower precision than {name}, which is float64; use momentum='fp32'"
         )
     check_placements(name, param)
+    # Blocks of codes must not be split over ranks.
     view = group_matrix_view(group, param.shape)
     if view is not None and momentum in ("int8", "int4"):
         rows = block_rows(tuple(param.shape), view, momentum)
@@ -96,6 +98,7 @@ def check_saved_groups(state_dict: Any, groups: Sequence[dict[str, Any]], keys: 
     check_saved_keys("CAME", state_dict, groups, keys, {"clip_threshold": hint})
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         check_hyperparams(saved)
+        # These decide shapes and dtypes of the state; all other options may differ.
         for key in ("momentum", "rounding", "factor", "confidence"):
             if saved[key] != group[key]:
                 raise UserError(

@@ -98,7 +98,7 @@ def block_rows(shape: tuple[int, ...], view: MatrixDims, momentum: Momentum) -> 
     along dims before it except dim 0, until they have 16 elements.
     """
     cols = sorted(view[1])
-    first = cols[0]
+    first = cols[0]  # first dim that a row runs along
     if cols != list(range(first, len(shape))):
         first = len(shape) - 1
         while first > 1 and prod(shape[first:]) < _MIN_ROW:
@@ -149,16 +149,18 @@ def encode(
         seed, start, strides: noise of int4, see `random_uint16`; without a seed codes are rounded to the nearest.
     """
     rows = value.reshape(-1, layout.length)  # (rows, length)
-    blocks = _blocks(rows, layout)
+    blocks = _blocks(rows, layout)  # (rows, num_blocks, block)
     largest = blocks.abs().amax(dim=-1)
     scale.copy_((encode_byte_scales(largest) if scale.dtype == torch.uint8 else largest).view(scale.shape))
     # Codes are relative to the stored scale; if that was rounded down, the largest value is clamped to the end.
     stored = decode_scales(scale, value.dtype).view(blocks.shape[:-1])
     if layout.block == _BLOCKS["int8"]:
         x = blocks.div_(stored.clamp_(min=_TINY).unsqueeze(-1)).clamp_(-1.0, 1.0)
+        # 127 y with y = 2 x / (1 + |x|)
         y = x.div_(x.abs().add_(1.0)).mul_(254.0).round_()
         codes.copy_(join_blocks(y, layout.length).view(codes.shape))
         return
+    # 7 x, to be rounded up with a probability equal to its fraction
     steps = join_blocks(_INT4.to_steps(blocks, stored, out=blocks), layout.length)
     noise = None
     if seed is not None:
@@ -174,7 +176,7 @@ def decode(codes: Tensor, scale: Tensor, layout: BlockRows, dtype: torch.dtype) 
     """Decode rows of momentum: (rows, layout.length)."""
     if layout.block == _BLOCKS["int8"]:
         y = codes.reshape(-1, layout.length).to(dtype).mul_(1.0 / 127.0)
-        x = y.div_(y.abs().neg_().add_(2.0))
+        x = y.div_(y.abs().neg_().add_(2.0))  # y / (2 - |y|)
     else:
         nibbles = unpack_nibbles(codes.reshape(-1, codes.shape[-1]), layout.length)
         x = nibbles.to(dtype).sub_(8.0).mul_(1.0 / 7.0)
@@ -185,6 +187,7 @@ def decode(codes: Tensor, scale: Tensor, layout: BlockRows, dtype: torch.dtype) 
 
 def encode_byte_scales(magnitude: Tensor) -> Tensor:
     """Return the smallest one-byte scales not below fp32 magnitudes, as int32; 255 for magnitudes out of range."""
+    # Truncating (bits - 1) to 12 bits and adding 1 rounds up, since float bits sort like magnitudes.
     return magnitude.view(torch.int32).sub(1).bitwise_right_shift_(20).sub_(_SHORT_BIAS - 1).clamp_(1, 255)
 
 
@@ -232,10 +235,12 @@ def write_weight(
     """
     if low is not None:
         bits = _canonical_bits(value)
+        # Round to the nearest bf16; the remainder, from -2^15 to 2^15, fits 8 bits after rounding.
         high = (bits + 0x8000).bitwise_right_shift_(16)
         low.copy_((bits - (high << 16)).add_(0x80).bitwise_right_shift_(8).clamp_(max=127))
         param.view(torch.int16).copy_(high)
     elif seed is not None:
+        # Adding 16 random bits carries into the upper half with the probability of the remainder.
         bits = _canonical_bits(value).add_(random_uint16(seed, start, value.shape, strides)).bitwise_and_(-0x10000)
         param.copy_(bits.view(torch.float32))
     elif value is not param:
@@ -273,6 +278,7 @@ def random_uint16(seed: Tensor, start: int, shape: Sequence[int], strides: Seque
         strides: row-major strides of the whole parameter, for a part of it. Default: consecutive elements.
     """
     runs = _merge_dims(shape, strides) if strides else [(prod(shape), 1)]
+    # The counter is the row-major index of an element in the whole parameter, modulo 2^32.
     counter = _arange(seed, *runs[-1]).add_(_signed(start))
     for length, stride in reversed(runs[:-1]):
         counter = (_arange(seed, length, stride).unsqueeze(-1) + counter).view(-1)
@@ -309,6 +315,7 @@ def _signed(value: int) -> int:
 
 def _mix(x: Tensor) -> Tensor:
     """Hash int32 in place, so that every bit of the result depends on all bits of `x`."""
+    # & 0xFFFF makes the arithmetic shift of int32 a logical one.
     for multiplier in _MULTIPLIERS:
         x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF)).mul_(multiplier)
     return x

@@ -35,13 +35,14 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if not members:
             raise UserError("CombinedOptimizer needs at least one optimizer; given none")
         self.members = list(members)
+        # Index of the member that owns each group, in the default order.
         by_member = [index for index, member in enumerate(self.members) for _ in member.param_groups]
         self._order = by_member if order is None else list(order)
         if sorted(self._order) != by_member:
             raise UserError(
                 f"order must name each member once per group, {by_member} in any order; given {self._order}"
             )
-        self._built = False
+        self._built = False  # until then `add_param_group` is called by `torch.optim.Optimizer`
         try:
             super().__init__(self._groups(), {})
         except ValueError as error:
@@ -92,6 +93,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             raise UserError(
                 f"the loaded groups hold {given} parameters, those of this optimizer {here}; build it over the same"
             )
+        # Each member loads the groups that `order` gives it, and the state of their parameters.
         for index, member in enumerate(self.members):
             own = [group for group, owner in zip(groups, self._order, strict=True) if owner == index]
             keys = {key for group in own for key in group["params"]}

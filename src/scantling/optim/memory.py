@@ -70,7 +70,7 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
     specs, optimizer = _build_on_meta(name, layout, options)
     if isinstance(optimizer, CAME):
         return optimizer.state_bytes()
-    if name.lower() == "adafactor":
+    if name.lower() == "adafactor":  # its step reads values, which meta tensors do not have
         return sum(_adafactor_state_bytes(spec) for spec in specs)
     try:
         optimizer.step()
@@ -103,7 +103,7 @@ def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = Fals
         if "foreach" in group:
             group["foreach"] = foreach and not options.get("fused")
     try:
-        optimizer.step()
+        optimizer.step()  # creates the state, which is not scratch
         with ScratchMeter(optimizer) as meter:
             optimizer.step()
     except (RuntimeError, NotImplementedError):
@@ -139,6 +139,7 @@ class ScratchMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_key(storage)
         if key not in self._excluded and key not in self._allocated:
             self._allocated[key] = storage.nbytes()
+            # The storage counts until Python frees it.
             weakref.finalize(storage, self._allocated.pop, key, None)
             self.peak = max(self.peak, sum(self._allocated.values()))
 
@@ -150,7 +151,9 @@ def _came_temporary_bytes(optimizer: CAME, tile: int) -> int:
         for param in group["params"]:
             if param.numel() and param.requires_grad:
                 kinds.setdefault((tuple(param.shape), param.dtype, id(group)), []).append((group, param))
+    # Parameters of one shape, dtype and group need the same scratch: step one of each kind.
     steps = [optimizer.param_step(*members[0], 0) for members in kinds.values()]
+    # C and Triton allocate outside of PyTorch operations on meta tensors; count theirs by formula.
     if tile == CPU_TILE:
         compiled = _cpu.scratch_bytes(steps)
     else:

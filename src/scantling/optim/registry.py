@@ -108,6 +108,7 @@ def build_optimizer(
     """
     groups = list(groups)
     optimizer = build_unwarned(name, groups, lr=lr, weight_decay=weight_decay, **options)
+    # Settings without effect are one warning each.
     decayed = weight_decay or any(isinstance(group, dict) and group.get("weight_decay") for group in groups)
     if decayed and "weight_decay" not in optimizer.defaults and name.lower() not in FOR_MATRICES:
         logger.warning("%s has no weight decay: weight_decay has no effect", type(optimizer).__name__)
@@ -158,6 +159,7 @@ def _build_for_matrices(
 
     if not groups or not all(isinstance(group, dict) and group.get("role") for group in groups):
         raise UserError(f"{name} needs groups with roles; build them with scantling.param_groups(model)")
+    # One optimizer over the matrices, AdamW over the rest; `order` keeps the groups in the given order.
     options = {**FOR_MATRICES[name], **ADAMW_DEFAULTS, **options}
     adamw_options = {key: options.pop(key) for key in ADAMW_DEFAULTS}
     order = [0 if _is_matrix(group, two_dims=name == "muon") else 1 for group in groups]
@@ -202,6 +204,7 @@ def _specification(name: str) -> dict[str, tuple[Any, Any]]:
 def _check_values(name: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (key, error) for each value that the optimizer rejects."""
     problems = []
+    # Find the option behind each error: the one that alone gives the same error.
     remaining = dict(options)
     while (problem := _build_error(name, remaining)) is not None:
         culprit = next((key for key, value in remaining.items() if _build_error(name, {key: value}) == problem), None)
@@ -298,6 +301,7 @@ def describe(hint: Any) -> str:
 
 def _convert_union(value: Any, hint: Any) -> Any:
     members = typing.get_args(hint)
+    # Prefer the member with the type of the value: 1 stays an int in "int or float".
     exact = [member for member in members if typing.get_origin(member) is None and type(value) is member]
     for member in exact or members:
         try:

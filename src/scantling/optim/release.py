@@ -118,6 +118,7 @@ def release_gradients(
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise UserError(_WRAPPED.format(type(module).__name__))
+    # Only parameters that both the model and the optimizer have are released.
     known = {id(param) for param in optimizer.parameters()}
     common = [param for param in model.parameters() if id(param) in known]
     params = [param for param in common if param.requires_grad]
@@ -130,6 +131,7 @@ def release_gradients(
     ids = {id(param) for param in params}
     optimizer.released |= ids
     _CLIP_GUARD.acquire()
+    # Everything that `remove()` takes back, last first.
     undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids), _CLIP_GUARD.release]
     undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
     undo += [param.register_post_accumulate_grad_hook(passes.on_gradient).remove for param in params]  # type: ignore[no-untyped-call]
@@ -166,9 +168,11 @@ class _ReleasePasses:
     def on_gradient(self, param: Tensor) -> None:
         """Step a parameter whose gradient is complete, or wait for the rest of its FSDP2 group."""
         self._begin()
+        # Gradients of earlier passes of an accumulation are kept and summed by autograd.
         if self._number + 1 < self._accumulation:
             return
         group = self._groups.get(id(param), [param])
+        # An FSDP2 group is stepped together; when another group begins, the rest of the last one has no gradient.
         if len(group) > 1:
             if self._waiting and self._groups[id(self._waiting[0])] is not group:
                 self._step(self._waiting)
@@ -188,6 +192,7 @@ class _ReleasePasses:
         """Restart the accumulation: `optimizer.step()` has used all gradients."""
         self._number = 0
         self._waiting = []
+        # Several steps of a parameter between two calls look like an accumulation that was not declared.
         most = max(self._taken.values(), default=0)
         if most > 1 and self._is_in_loop:
             logger.warning(
@@ -322,6 +327,7 @@ def _fsdp_groups(model: nn.Module, params: Sequence[Tensor]) -> dict[int, list[T
 
     groups: dict[Hashable, list[Tensor]] = {}
 
+    # The innermost FSDP module around a parameter manages it.
     def walk(module: nn.Module, manager: Any) -> None:
         if isinstance(module, FSDPModule):
             manager = fsdp_state(module)

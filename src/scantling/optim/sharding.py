@@ -93,6 +93,7 @@ def shard_plan(param: Tensor) -> ShardPlan:
     for mesh_dim, dim in enumerate(_dims_by_mesh_dim(param)):
         if dim is None or mesh.size(mesh_dim) == 1:
             continue
+        # The part of this rank within the part left by the mesh dims before.
         rank = mesh.get_local_rank(mesh_dim)
         length = -(-sizes[dim] // mesh.size(mesh_dim))  # as in torch.chunk, the last parts are shorter or empty
         begin = min(rank * length, sizes[dim])
@@ -237,11 +238,13 @@ def distribute_like(value: Tensor, param: Tensor, averaged: Sequence[int] | None
 
 def _local_size(param: Tensor, size: tuple[int, ...], averaged: Sequence[int]) -> tuple[int, ...]:
     part = local_tensor(param)
+    # A state tensor is sharded along the dims of the parameter that it was not averaged over.
     kept = {dim for dim in _dims_by_mesh_dim(param) if dim is not None} - set(averaged)
     return tuple(part.shape[dim] if dim in kept else length for dim, length in enumerate(size))
 
 
 def _zeros_like(part: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # The momentum keeps the memory format of the parameter, so that kernels read both in one order.
     if size == part.shape:
         return torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format)
     return torch.zeros(size, dtype=dtype, device=part.device)

@@ -63,6 +63,7 @@ class Sign(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                # m <- b m + (1 - b) g, then p <- p (1 - lr w) - lr sign(m)
                 momentum_or_grad = param.grad
                 if group["momentum"]:
                     state = self.state[param]

@@ -52,8 +52,10 @@ def slice_tensors(
     if "low" in shapes:
         result["low"] = state["low"].index_select(dim, index)
     if before is None or after is None:
+        # Unfactored before or after: expand the estimate and slice it.
         result["exp_avg_sq"] = second_moment(state, before).index_select(dim, index)
     else:
+        # Still factored: slice the factors of the second moment and of the instability.
         for names in (("row", "col"), ("res_row", "res_col")):
             if names[0] not in shapes:
                 continue
@@ -73,7 +75,7 @@ def second_moment(state: dict[str, Tensor], view: MatrixDims | None) -> Tensor:
         return state["exp_avg_sq"]
     row, col = state["row"], state["col"]
     mean = row.mean(dim=view[0], keepdim=True)
-    return row * (col / mean)
+    return row * (col / mean)  # (R, 1) x (1, C); row * col first could overflow
 
 
 def full_momentum(state: dict[str, Tensor], view: MatrixDims | None, momentum: Momentum) -> Tensor:
@@ -95,6 +97,7 @@ def encode_momentum(value: Tensor, view: MatrixDims, momentum: Momentum, shapes:
 
 def _slice_factors(pair: list[Tensor], dim: int, index: Tensor, view: MatrixDims) -> list[Tensor]:
     sliced = [factor.index_select(dim, index) if factor.shape[dim] > 1 else factor.clone() for factor in pair]
+    # Rescale the other factor, so that both keep equal means and their product does not change.
     for side, dims in enumerate(view):
         if dim in dims:
             before, after = (each[side].mean(dim=dims, keepdim=True) for each in (pair, sliced))
@@ -106,6 +109,7 @@ def _slice_codes(
     state: dict[str, Tensor], dim: int, index: Tensor, view: MatrixDims, momentum: Momentum, shapes: Shapes
 ) -> dict[str, Tensor]:
     if dim < len(block_rows(param_shape(state), view, momentum).lead):
+        # Whole rows of blocks are kept: their codes do not change.
         return {key: state[key].index_select(dim, index) for key in ("exp_avg_codes", "exp_avg_scale")}
     value = full_momentum(state, view, momentum).index_select(dim, index)
     return encode_momentum(value, view, momentum, shapes)

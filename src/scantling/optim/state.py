@@ -72,6 +72,7 @@ def matrix_view(
     if role == "vector":
         return None
     rows, cols = default_matrix_dims(ndim) if matrix_dims is None else check_matrix_dims(matrix_dims, ndim)
+    # A thin matrix has a full second moment instead.
     if min(prod(shape[dim] for dim in rows), prod(shape[dim] for dim in cols)) < MIN_SIDE:
         return None
     return rows, cols
@@ -129,6 +130,7 @@ def state_tensors(
     if view is None:
         tensors["exp_avg_sq"] = (shape, statistics)
     else:
+        # Averages keep the dims of the parameter, with size 1 along the averaged ones: (R, 1) and (1, C).
         rows, cols = view
         row = tuple(1 if dim in cols else size for dim, size in enumerate(shape))
         col = tuple(1 if dim in rows else size for dim, size in enumerate(shape))
@@ -271,6 +273,7 @@ class ParamLayout:
     def build(
         cls, key: tuple[Any, ...], param: Tensor, state: dict[str, Tensor], view: MatrixDims | None, plan: ShardPlan
     ) -> ParamLayout:
+        # Kernels get raw addresses: every tensor must be plain memory on the device of the parameter.
         tensors = (param, *state.values())
         is_readable = all(is_plain_memory(tensor) and tensor.device == param.device for tensor in tensors)
         pointers = _data_pointers(param, state) if is_readable else None

@@ -23,7 +23,7 @@ VIEWS = {
 
 @given(st.data())
 @settings(deadline=None)
-def test_what_is_cut_is_pasted_back(data: st.DataObject) -> None:
+def test_block_grid_round_trips(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
     view = data.draw(st.sampled_from(VIEWS[len(shape)]))
     grid = make_grid(shape, view, data.draw(st.integers(1, 6)), divide=data.draw(st.booleans()))
@@ -36,7 +36,7 @@ def test_what_is_cut_is_pasted_back(data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(deadline=None)
-def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) -> None:
+def test_scatter_add_equals_adding_full_blocks(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
     grid = make_grid(shape, data.draw(st.sampled_from(VIEWS[len(shape)])), data.draw(st.integers(1, 6)))
     size = grid.height * grid.width
@@ -54,7 +54,7 @@ def test_some_numbers_are_added_as_whole_blocks_would_be(data: st.DataObject) ->
         assert grid.view not in (((0,), (1,)), ((1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2, 3)))
 
 
-def test_matrices_that_are_not_contiguous_are_cut_alike() -> None:
+def test_block_grid_accepts_noncontiguous_tensors() -> None:
     value = torch.randn(7, 11).t()
     grid = make_grid((11, 7), ((0,), (1,)), 4)
     assert torch.equal(grid.to_blocks(value), grid.to_blocks(value.contiguous()))
@@ -64,7 +64,7 @@ def test_matrices_that_are_not_contiguous_are_cut_alike() -> None:
     ("length", "chunk", "even", "divisor"),
     [(768, 64, 64, 64), (100, 64, 50, 50), (1021, 64, 64, 1), (50257, 64, 64, 29), (30, 64, 30, 30), (65, 64, 33, 13)],
 )
-def test_sides(length: int, chunk: int, even: int, divisor: int) -> None:
+def test_block_sides(length: int, chunk: int, even: int, divisor: int) -> None:
     assert even_side(length, chunk) == even
     assert divisor_side(length, chunk) == divisor
     parts = -(-length // even)
@@ -72,7 +72,7 @@ def test_sides(length: int, chunk: int, even: int, divisor: int) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (29, 64), (5, 7), (1, 6), (1, 1)])
-def test_the_transform_is_scipys_and_comes_back(height: int, width: int) -> None:
+def test_dct_equals_scipy_and_inverts(height: int, width: int) -> None:
     blocks = torch.randn(3, height, width, dtype=torch.float64)
     wanted = dctn(blocks.numpy(), axes=(1, 2), norm="ortho")
     torch.testing.assert_close(dct.forward(blocks), torch.from_numpy(wanted))
@@ -80,7 +80,7 @@ def test_the_transform_is_scipys_and_comes_back(height: int, width: int) -> None
     torch.testing.assert_close(dct.inverse(dct.forward(blocks)), blocks)
 
 
-def test_few_coefficients_come_back_as_all_would() -> None:
+def test_inverse_sparse_equals_inverse() -> None:
     index = torch.stack([torch.randperm(35)[:4] for _ in range(6)])
     values = torch.randn(6, 4, dtype=torch.float64)
     whole = torch.zeros(6, 35, dtype=torch.float64).scatter(1, index, values).view(6, 5, 7)

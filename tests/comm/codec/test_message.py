@@ -24,7 +24,7 @@ ERRORS = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}
 @pytest.mark.parametrize("values", get_args(Values))
 @given(rows=st.integers(0, 5), length=st.integers(0, 9), seed=st.integers(0, 999))
 @settings(deadline=None, max_examples=30)
-def test_numbers_come_back_as_near_as_their_format(values: Values, rows: int, length: int, seed: int) -> None:
+def test_quantize_error_is_within_the_format(values: Values, rows: int, length: int, seed: int) -> None:
     value = torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 40 - 20)
     coded = quantize(value, values)
     assert coded.numel() == quantized_bytes(rows, length, values)
@@ -36,14 +36,14 @@ def test_numbers_come_back_as_near_as_their_format(values: Values, rows: int, le
         assert ((found - value).abs() <= ERRORS[values] * value.abs().amax(1, keepdim=True)).all()
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
+def test_quantize_keeps_rows_of_zeros() -> None:
     for values in get_args(Values):
         assert not dequantize(quantize(torch.zeros(2, 3), values), 2, 3, values).any()
 
 
 @given(st.integers(1, 70), st.integers(0, 5), st.data())
 @settings(deadline=None)
-def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.DataObject) -> None:
+def test_codec_sends_the_largest_elements(size: int, count: int, data: st.DataObject) -> None:
     codec = TopKCodec(size, data.draw(st.integers(1, size)), data.draw(st.sampled_from(get_args(Values))))
     blocks = torch.randn(count, size)
     index, values = codec.select(blocks)
@@ -64,12 +64,12 @@ def test_the_largest_numbers_of_blocks_are_sent(size: int, count: int, data: st.
 
 
 @pytest.mark.parametrize("kept", [1, 8, 192, 1000])
-def test_more_blocks_than_are_selected_from_at_once_are_selected_from(kept: int) -> None:
+def test_topk_indices_of_many_blocks(kept: int) -> None:
     blocks = torch.randn(300, 4096)
     assert torch.equal(topk_indices(blocks, kept).sort().values, blocks.abs().topk(kept).indices.sort().values)
 
 
-def test_messages_come_back() -> None:
+def test_message_round_trips() -> None:
     bodies = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (0, 1, 7, 8, 1000)]
     headers = [replace(OWN, rank=rank, valid=rank != 2) for rank in range(5)]
     found, given = unpack_messages([pack_message(header, body) for header, body in zip(headers, bodies, strict=True)])
@@ -80,7 +80,7 @@ def test_messages_come_back() -> None:
 
 @given(st.integers(0, 200), st.integers(0, 7), st.integers(0, 99))
 @settings(deadline=None, max_examples=300)
-def test_no_damaged_bit_goes_unseen(size: int, bit: int, seed: int) -> None:
+def test_message_detects_every_flipped_bit(size: int, bit: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     message = pack_message(OWN, torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
     place = int(torch.randint(0, message.numel(), (1,), generator=generator))
@@ -91,12 +91,12 @@ def test_no_damaged_bit_goes_unseen(size: int, bit: int, seed: int) -> None:
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=200))
 @settings(deadline=None)
-def test_noise_is_no_message(noise: bytes) -> None:
+def test_unpack_refuses_random_bytes(noise: bytes) -> None:
     with pytest.raises(PayloadError):
         unpack_messages([torch.frombuffer(bytearray(noise), dtype=torch.uint8)])
 
 
-def test_what_is_no_message_of_this_step_hints_at_a_change_on_one_rank_alone() -> None:
+def test_message_errors_hint_at_a_change_on_one_rank() -> None:
     with pytest.raises(PayloadError, match=r"rank 0 sent b'.*If one rank changed options"):
         unpack_messages([torch.zeros(100, dtype=torch.uint8)])
     with pytest.raises(PayloadError, match=r"expects 4\. If one rank changed options"):
@@ -112,7 +112,7 @@ def test_what_is_no_message_of_this_step_hints_at_a_change_on_one_rank_alone() -
         ({"rank": 0}, "rank 0; rank 0 expects 1"),
     ],
 )
-def test_messages_of_another_step_or_run_are_refused(change: dict[str, int], text: str) -> None:
+def test_check_headers_refuses_another_step_or_run(change: dict[str, int], text: str) -> None:
     own = replace(OWN, rank=0, step=4)
     with pytest.raises(PayloadError, match=text):
         check_headers(

@@ -21,7 +21,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = [(70, 96), (3, 64, 40), (64, 128), (130, 33)]
 
 
-def group_of(**options: Any) -> dict[str, Any]:
+def group_options(**options: Any) -> dict[str, Any]:
     """Return the options of a group of matrices."""
     group = {"params": [nn.Parameter(torch.zeros(64, 64))], "values": "fp32", **options}
     made = MomentumExchange([group])
@@ -29,13 +29,13 @@ def group_of(**options: Any) -> dict[str, Any]:
 
 
 def block_groups(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list[BlockGroup]:
-    group = group_of(**options)
+    group = group_options(**options)
     places = dict(enumerate(shapes))
     numels = {place: torch.Size(shape).numel() for place, shape in places.items()}
     return make_block_groups(places, numels, [group] * len(shapes))
 
 
-def numbers(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_tensors(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
@@ -62,9 +62,9 @@ def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(200, 64, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_selected_is_what_the_operations_select(transform: str, topk: int, chunk: int, dtype: Any) -> None:
+def test_select_equals_pytorch_operations(transform: str, topk: int, chunk: int, dtype: Any) -> None:
     for block_group in block_groups(transform=transform, topk=topk, chunk=chunk):
-        residuals, gradients = of(block_group, numbers(0)), of(block_group, numbers(1, dtype=dtype))
+        residuals, gradients = of(block_group, make_tensors(0)), of(block_group, make_tensors(1, dtype=dtype))
         wanted = [
             torch.add(gradient, residual, alpha=block_group.spec.decay)
             for residual, gradient in zip(residuals, gradients, strict=True)
@@ -80,7 +80,7 @@ def test_what_is_selected_is_what_the_operations_select(transform: str, topk: in
         torch.testing.assert_close(values.abs().sort(1).values, expected.abs().sort(1).values, rtol=1e-4, atol=1e-5)
 
 
-def test_of_equal_numbers_the_first_are_selected() -> None:
+def test_select_takes_the_first_of_equal_elements() -> None:
     (block_group,) = block_groups([(64, 64)], transform="none", topk=3)
     residual, gradient = torch.zeros(64, 64, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
     assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
@@ -88,7 +88,7 @@ def test_of_equal_numbers_the_first_are_selected() -> None:
     assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
 
 
-def test_a_number_that_is_none_is_selected_for_others_to_find() -> None:
+def test_select_includes_nan() -> None:
     (block_group,) = block_groups([(64, 64)], transform="none", topk=2)
     gradient = torch.randn(64, 64, device=DEVICE)
     gradient[7, 7] = torch.nan
@@ -98,9 +98,7 @@ def test_a_number_that_is_none_is_selected_for_others_to_find() -> None:
 
 @pytest.mark.parametrize("transform", ["dct", "none"])
 @pytest.mark.parametrize("senders", [1, 2])
-def test_what_was_sent_is_added_as_by_the_operations(
-    transform: str, senders: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_add_equals_pytorch_operations(transform: str, senders: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of an index that several replicas sent are added."""
     for block_group in block_groups(transform=transform, topk=8):
         sent = [
@@ -112,7 +110,7 @@ def test_what_was_sent_is_added_as_by_the_operations(
         found = {}
         for name, devices in (("fused", (DEVICE,)), ("plain", ())):
             monkeypatch.setattr(triton, "DEVICES", devices)
-            tensors = of(block_group, numbers(3))
+            tensors = of(block_group, make_tensors(3))
             by_place = {slot.param: value for slot, value in zip(block_group.slots, tensors, strict=True)}
             block_group.add_sparse(index, values, -0.5, to=by_place.__getitem__)
             pasted = dict(block_group.decode_sparse(index, values))
@@ -123,7 +121,9 @@ def test_what_was_sent_is_added_as_by_the_operations(
 
 @pytest.mark.parametrize("values", ["fp32", "sign", "int4"])
 @pytest.mark.parametrize("transform", ["dct", "none"])
-def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_with_kernels_equals_pytorch_operations(
+    values: str, transform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compare momentum and residuals over three steps; one parameter lacks a gradient once, and one is small."""
     kernels: list[str] = []
     for name in ("select", "add"):
@@ -137,11 +137,11 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
     def run(devices: tuple[str, ...]) -> list[Tensor]:
         monkeypatch.setattr(triton, "DEVICES", devices)
         shapes = [(64, 128), (70, 96), (128,), (64, 64)]
-        params = [nn.Parameter(value) for value in numbers(5, shapes)]
+        params = [nn.Parameter(value) for value in make_tensors(5, shapes)]
         made = MomentumExchange([{"params": params, "transform": transform}], topk=16, values=values, check_every=None)
         found = []
         for step in range(3):
-            for param, gradient in zip(params, numbers(10 + step, shapes), strict=True):
+            for param, gradient in zip(params, make_tensors(10 + step, shapes), strict=True):
                 param.grad = gradient
             if step == 1:
                 params[1].grad = None
@@ -158,12 +158,12 @@ def test_an_exchange_is_that_of_the_operations(values: str, transform: str, monk
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time() -> None:
+def test_kernels_are_deterministic() -> None:
     (block_group,) = block_groups([(4096, 4096)], topk=8, values="sign")
     found = []
     for _ in range(2):
-        residuals = numbers(0, [(4096, 4096)])
-        index, values = triton.select(block_group, residuals, numbers(1, [(4096, 4096)]))
+        residuals = make_tensors(0, [(4096, 4096)])
+        index, values = triton.select(block_group, residuals, make_tensors(1, [(4096, 4096)]))
         triton.add(block_group, index, values, -1.0, residuals)
         found.append([index, values, *residuals])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

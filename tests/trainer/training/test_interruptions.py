@@ -24,7 +24,7 @@ import torch
 import scantling as sc
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
-from scantling.files import open_lock_file
+from scantling.trainer.data.cache import _locked
 from scantling.trainer.training.checkpoint import Checkpointer, find_damage
 from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
@@ -254,27 +254,26 @@ def test_killed_run_with_data_workers_resumes_at_once(tmp_path: Path, forked: bo
     """SIGKILL the run itself, not its workers, and resume without a pause."""
     train = {"steps": 100_000, "checkpoint_every": 2, "eval_every": 5, "eval_samples": 4}
     path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train=train, data={"workers": 2}))
-    run, kills = tmp_path / "run", 1 if forked else 2
+    run = tmp_path / "run"
 
     def started(*arguments: Any) -> Any:
         return start(command(list(arguments))) if forked else start_scantling(*arguments)
 
     process = started("train", path, "--run-dir", run)
-    for number in range(1, kills + 1):
-        wait_for(partial(has_checkpoint, run, 3 * number), process)
-        workers = descendants(process.pid)
-        assert len(workers) >= 2
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
-        lock = RunDir(run)
-        lock.lock()  # an InUseError if a worker still held it
-        lock.unlock()
-        until = time.monotonic() + 2
-        while any(map(is_alive, workers)) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not any(map(is_alive, workers))
-        process = started("train", run, "--resume")
-    wait_for(partial(has_checkpoint, run, 3 * kills + 2), process)
+    wait_for(partial(has_checkpoint, run, 4), process)
+    workers = descendants(process.pid)
+    assert len(workers) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    lock = RunDir(run)
+    lock.lock()  # an InUseError if a worker still held it
+    lock.unlock()
+    until = time.monotonic() + 2
+    while any(map(is_alive, workers)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(is_alive, workers))
+    process = started("train", run, "--resume")
+    wait_for(partial(has_checkpoint, run, 8), process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
@@ -283,12 +282,12 @@ def test_killed_run_with_data_workers_resumes_at_once(tmp_path: Path, forked: bo
 @pytest.mark.parametrize("kind", ["run", "cache"])
 def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
     """This includes children of a data loader, of a tokenizer, and of user code."""
-    lock = open_lock_file(tmp_path / ".lock") if kind == "cache" else None
     folder = RunDir(tmp_path)
-    if lock is None:
-        folder.lock()
+    cache_lock = _locked(tmp_path / ".lock")
+    if kind == "cache":
+        cache_lock.__enter__()
     else:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.lock()
     ready, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -299,10 +298,10 @@ def test_forked_process_does_not_keep_a_lock(tmp_path: Path, kind: str) -> None:
         os.read(ready[0], 1)
         with pytest.raises(InUseError):
             RunDir(tmp_path).lock()  # the lock of this process is still held
-        if lock is None:
-            folder.unlock()
+        if kind == "cache":
+            cache_lock.__exit__(None, None, None)
         else:
-            lock.close()
+            folder.unlock()
         other = RunDir(tmp_path)
         other.lock()
         other.unlock()

@@ -118,13 +118,13 @@ def test_formats_without_hardware_support_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("sections", "message"),
     [
         ({"precision": {"kv_cache": "int8"}, "model": {"attention": "eager"}}, "needs model.attention: sdpa"),
         ({"precision": {"compute": "int8", "weights": "int8"}}, "give one for activations"),
         ({"precision": {"compute": "fp8", "weights": "int8", "activations": "int8"}}, "takes weights in fp8_e4m3"),
     ],
 )
-def test_contradictory_settings_are_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+def test_contradictory_settings_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         sc.plan(tiny_recipe(tmp_path, **sections))

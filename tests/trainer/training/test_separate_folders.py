@@ -82,13 +82,13 @@ def train_on_machines(folder: Path, sections: dict[str, Any]) -> Runs:
 
 @pytest.fixture(scope="module")
 def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs whose ranks have states of their own: residuals and random generators."""
+    """Runs with per-rank states: residuals and random generators."""
     return train_on_machines(tmp_path_factory.mktemp("demo"), DEMO)
 
 
 @pytest.fixture(scope="module")
 def allreduce_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs whose ranks have only random generators of their own."""
+    """Runs whose only per-rank states are random generators."""
     return train_on_machines(tmp_path_factory.mktemp("allreduce"), ALLREDUCE)
 
 

@@ -139,7 +139,7 @@ class BlockGroup:
         return torch.zeros(self.count, self.spec.codec.size, dtype=torch.float32, device=device)
 
     def _fill(self, index: Tensor, values: Tensor) -> Tensor:
-        """Return all coefficients of blocks, zero where none was sent: (count, height * width)."""
+        """Return all coefficients of blocks, with zeros for unsent ones: (count, height * width)."""
         blocks = values.new_zeros(len(values), self.spec.codec.size)
         k = self.spec.codec.k
         for own, sent in zip(torch.split(index, k, 1), torch.split(values, k, 1), strict=True):

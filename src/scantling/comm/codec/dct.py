@@ -2,8 +2,8 @@
 
     Q = C_h B C_w^T,    B = C_h^T Q C_w,    C[0, j] = sqrt(1/n),  C[u, j] = sqrt(2/n) cos(pi (j + 1/2) u / n)
 
-C is orthonormal: the largest coefficients carry the most energy of a block, and the error is the energy of those left
-out (Ahmed, Natarajan and Rao, 1974; as DeMo uses it: arXiv 2411.19870, section 3).
+C is orthonormal: the largest coefficients carry the most energy of a block, and the error is the energy of the rest
+(Ahmed, Natarajan and Rao, 1974; as DeMo uses it: arXiv 2411.19870, section 3).
 """
 
 from __future__ import annotations

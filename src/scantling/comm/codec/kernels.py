@@ -56,7 +56,7 @@ def _elements(
 
 
 @triton.jit
-def _square(basis, side: tl.constexpr):
+def _load_basis(basis, side: tl.constexpr):
     i = tl.arange(0, side)
     return tl.load(basis + i[:, None] * side + i[None, :])
 
@@ -82,8 +82,8 @@ def select(
     x = g + decay * tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
     if transformed:
-        x = tl.dot(_square(down_basis, down), x, input_precision=precision)
-        x = tl.dot(x, tl.trans(_square(across_basis, across)), input_precision=precision)
+        x = tl.dot(_load_basis(down_basis, down), x, input_precision=precision)
+        x = tl.dot(x, tl.trans(_load_basis(across_basis, across)), input_precision=precision)
     known = (i < height)[:, None] & (j < width)[None, :]
     key = tl.where(known, tl.abs(x).to(tl.int32, bitcast=True), -1)
     least = 0  # k-th largest key, found bit by bit: as integers, magnitudes keep their order
@@ -117,8 +117,8 @@ def add_transformed(
         at = tl.load(index + first + n).to(tl.int32)
         here = (i == at // width)[:, None] & (j == at % width)[None, :]
         coefficients += tl.where(here, tl.load(values + first + n), 0.0)
-    x = tl.dot(tl.trans(_square(down_basis, down)), coefficients, input_precision=precision)
-    x = tl.dot(x, _square(across_basis, across), input_precision=precision) * scale
+    x = tl.dot(tl.trans(_load_basis(down_basis, down)), coefficients, input_precision=precision)
+    x = tl.dot(x, _load_basis(across_basis, across), input_precision=precision) * scale
     target = pointer(table, fields + _TENSOR, tl.float32, aligned) + offset
     if not overwrite:
         x += tl.load(target, inside, other=0.0)

@@ -5,8 +5,8 @@
     int4          round(7 v / m)
     sign          one bit, and the mean magnitude of the row
 
-Scales are bf16, which has the range of fp32. The sender knows the error: `dequantize` of its own codes is what the
-receivers decode, so that error feedback can keep the difference.
+Scales are bf16, which has the range of fp32. The sender knows the error: it decodes its codes as
+the receivers do, so that error feedback can keep the difference.
 """
 
 from __future__ import annotations

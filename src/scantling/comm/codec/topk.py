@@ -1,7 +1,7 @@
 """Codec of blocks: select the k largest coefficients of each block, and pack their indices and quantized values.
 
-A packed message has the indices of all blocks first (see numerics/elias_fano.py), then the values. A block of which
-everything is sent needs no indices. The length is known beforehand, so that sizes are never exchanged.
+A packed message has the indices of all blocks first (see numerics/elias_fano.py), then the values. A dense block
+needs no indices. The length is known beforehand, so that sizes are never exchanged.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TopKCodec:
 def topk_indices(blocks: Tensor, k: int) -> Tensor:
     """Return the indices of the k elements of largest magnitude: (count, k) int64, unordered.
 
-    On a CPU, the time of `topk` grows with the elements it reads. Only the k groups of `GROUP` elements with the
+    On a CPU, the time of `topk` grows with its input. Only the k groups of `GROUP` elements with the
     largest maxima are searched: these contain the k largest elements.
 
     Args:

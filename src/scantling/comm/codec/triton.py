@@ -185,5 +185,5 @@ def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
 
 
 def _precision(block_group: BlockGroup) -> str:
-    """Return the precision of products: formats of few bits round more, and error feedback keeps their error."""
+    """Return the precision of products: low-precision formats round more, and error feedback keeps their error."""
     return "ieee" if torch.version.hip or block_group.spec.codec.values in ("fp32", "bf16") else "tf32"

@@ -1,11 +1,11 @@
-"""Background thread that runs exchanges in order while the training continues.
+"""Background thread that runs exchanges in order while training goes on.
 
-An exchange sends two rounds of messages and decodes between them, which no asynchronous collective of PyTorch does. In
-a thread with its own process group the same code works: gloo and NCCL release the GIL while they wait. On a GPU the
-thread uses a separate stream.
+An exchange by owners is two collectives with decoding between them, which PyTorch's asynchronous collectives cannot
+express. In a thread with its own process group the same code works: gloo and NCCL release Python's lock while they
+wait. On a GPU the thread has its own stream.
 
-An ending process first waits for submitted tasks: a thread that returns from a collective during the interpreter's
-shutdown aborts the process.
+An ending process waits for the submitted tasks: a thread that returns from a collective while the interpreter shuts
+down aborts the process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 WAIT_S = 10.0
-"""Seconds that an ending process waits for the thread: enough for a message, but not for a dead peer."""
+"""Seconds that an ending process waits for the thread: enough for a message, but not for a peer that is gone."""
 
 
 class Task(Generic[Result]):
-    """Submitted function; `result` waits for its return value."""
+    """Task of the thread; `result` waits for it."""
 
     def __init__(self, work: Callable[[], Result], device: torch.device) -> None:
         self._work, self._device = work, device
@@ -39,56 +39,56 @@ class Task(Generic[Result]):
             self._ready = torch.cuda.current_stream(device).record_event()
 
     def run(self, stream: Any) -> None:
-        """Run the function, on a stream that waits for the operations queued before the task was made."""
+        """Run the task, on a stream that waits for the work that was queued when the task was made."""
         try:
             with torch.no_grad():
                 if self._ready is None:
-                    value = self._work()
+                    found = self._work()
                 else:
                     stream.wait_event(self._ready)
                     with torch.cuda.stream(stream):
-                        value = self._work()
+                        found = self._work()
                         self._done = stream.record_event()
-            self._future.set_result(value)
+            self._future.set_result(found)
         except BaseException as error:
             self._future.set_exception(error)
 
     def result(self, tensors: Callable[[Result], Iterable[Tensor]]) -> Result:
-        """Wait for the return value, or raise the exception of the function.
+        """Return the result of the task, or raise its error.
 
         Args:
-            tensors: returns the tensors of the value that are used afterwards, on the current stream.
+            tensors: yields the tensors of the result, which the current stream uses next.
         """
-        value = self._future.result()
+        found = self._future.result()
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._done)
-            for tensor in tensors(value):
+            for tensor in tensors(found):
                 tensor.record_stream(stream)
-        return value
+        return found
 
 
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
 
 
 class Background:
-    """Thread for tasks; it ends when this object is collected, or with the process within `WAIT_S`."""
+    """Background thread. It ends after its tasks once this object is collected, or with the process within `WAIT_S`."""
 
     def __init__(self) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
         _running[thread] = self._tasks
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # runs before all handlers registered earlier
+        atexit.register(_end_all)  # runs before the handlers that were registered until now
         thread.start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
-        """Run a function after all submitted earlier.
+        """Run a task after all earlier ones.
 
         Args:
             work: called in the thread, without gradients.
-            device: device of the tensors that it uses.
+            device: of its tensors.
         """
         task = Task(work, device)
         self._tasks.put(task)

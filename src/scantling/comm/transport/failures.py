@@ -1,10 +1,9 @@
-"""Name the ranks that did not answer a failed collective.
+"""Find the ranks that do not answer: an error of a collective says that it timed out, but not which rank is missing.
 
-The error of a collective says that something took too long, but not which rank. Every process with such an error
-records it in the store of the process group. Ranks without a record after some seconds are silent: stopped, killed, cut
-off, or still in a collective. In a ring of four or more processes only the neighbors of a dead one notice it at once;
-the others wait until those leave, or for the timeout. Nothing wakes them earlier: gloo keeps its connections as long
-as the process (PyTorch 2.13, even after `abort` and `shutdown`).
+Every process that sees such an error writes a note to the store of the process group. After `WAIT_S`, processes without
+a note are silent: stopped, killed, disconnected, or still in a collective. With four or more processes in a ring, only
+the neighbors of a dead process see an error at once. The others wait until those leave, or for the timeout, and nothing
+wakes them: gloo keeps its connections as long as the process lives (PyTorch 2.13, even with `abort` and `shutdown`).
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from scantling.errors import SilentPeerError, first_line
 from scantling.numerics.torch_private import default_store
 
 WAIT_S = 10.0
-"""Seconds to wait for the records of other ranks."""
+"""Seconds to wait for the notes of the other processes."""
 _SIGNS = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
 
 @contextmanager
 def name_silent_ranks(group: Any = None) -> Iterator[None]:
-    """Convert network errors of collectives into errors that name the silent ranks.
+    """Context of collectives that turns a network error into one that names the silent ranks.
 
     Args:
-        group: process group of the collectives. Default: all processes.
+        group: process group of the collectives; default all processes.
 
     Raises:
         SilentPeerError: a timeout or a broken connection.
@@ -43,47 +42,47 @@ def name_silent_ranks(group: Any = None) -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized() or not _SIGNS.search(str(error)):
             raise
-        raise SilentPeerError(_explain(error, group)) from error
+        raise SilentPeerError(_describe(error, group)) from error
 
 
-def _explain(error: RuntimeError, group: Any) -> str:
+def _describe(error: RuntimeError, group: Any) -> str:
     first = first_line(error)
-    advice = "Restart all processes together from the last checkpoint"
+    advice = "Start the run again from its last checkpoint; all processes must be started together"
     silent = find_silent_ranks(WAIT_S, group)
     if silent is None:
-        return f"the process with the store of the group, usually rank 0, does not answer ({first}). {advice}"
+        return f"the process that holds the store of the group, in general rank 0, does not answer ({first}). {advice}"
     if not silent:
-        return f"a connection between the processes broke, although all of them are running ({first}). {advice}"
+        return f"the connection between the processes broke, and all are still there ({first}). {advice}"
     world = dist.get_world_size()
     if len(silent) == 1:
         return f"no answer from rank {silent[0]} of {world} ({first}). {advice}"
     ranks = ", ".join(map(str, silent))
-    return f"no answer from ranks {ranks} of {world}; at least one of them is gone ({first}). {advice}"
+    return f"no sign from ranks {ranks} of {world}, of whom at least one is gone ({first}). {advice}"
 
 
 def find_silent_ranks(wait_s: float, group: Any = None) -> list[int] | None:
-    """Return the global ranks that did not report an error; None if the store is unreachable.
+    """Return the global ranks that have not reported this failure; None if the store does not answer.
 
-    If the store disappears while waiting, the last known ranks are returned.
+    If the store stops answering later, the last known ranks are returned.
 
     Args:
-        wait_s: seconds to wait for reports.
-        group: process group of the failed collective. Default: all processes.
+        wait_s: seconds to wait for the others.
+        group: process group whose members should report.
     """
-    latest: list[list[int]] = []
-    thread = threading.Thread(target=_wait_for_reports, args=(wait_s, group, latest), daemon=True)
-    thread.start()
-    thread.join(1.5 * wait_s)  # a request to a stopped store blocks forever, whatever its timeout
-    return latest[0] if latest else None
+    silent: list[list[int]] = []
+    asking = threading.Thread(target=_poll_store, args=(wait_s, group, silent), daemon=True)
+    asking.start()
+    asking.join(1.5 * wait_s)  # a request to a stopped store blocks forever, whatever its timeout
+    return silent[0] if silent else None
 
 
 def record_failure() -> None:
-    """Record in the store that this process has failed or seen a failure."""
+    """Write the note of this process, which saw an error or had one itself."""
     default_store().set(f"scantling/failed/{dist.get_rank()}", "1")
 
 
-def _wait_for_reports(wait_s: float, group: Any, latest: list[list[int]]) -> None:
-    """Keep the silent ranks in a list; it stays empty if the store is unreachable from the start."""
+def _poll_store(wait_s: float, group: Any, result: list[list[int]]) -> None:
+    """Put the silent ranks known so far into `result`, which stays empty if the store never answers."""
     store = default_store()
     silent = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     until = time.monotonic() + wait_s
@@ -91,5 +90,5 @@ def _wait_for_reports(wait_s: float, group: Any, latest: list[list[int]]) -> Non
         record_failure()
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
-            latest[:] = [silent]
+            result[:] = [silent]
             time.sleep(0.1)

@@ -1,10 +1,10 @@
-"""Collectives of replicas over a process group, with a count of the bytes sent.
+"""Collectives between replicas, with a count of the bytes that this process sends.
 
-    all_gather(m)       every rank gets all messages; each sends (N - 1) |m| over a ring
-    all_to_all(m_1..N)  rank j gets message j of every rank; each sends (N - 1) of them
-    broadcast(m)        (N - 1) |m| in total, counted as an equal share per rank
+    all_gather(m)       every process gets the messages of all; each sends (N - 1) |m| over a ring
+    all_to_all(m_1..N)  process j gets message j of all; each sends N - 1 messages
+    broadcast(m)        (N - 1) |m| in total, counted as an equal share of each process
 
-With one process or without a process group, nothing is sent and everything works.
+With one process, or without a process group, nothing is sent.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 
 class ReplicaGroup:
-    """Replicas that exchange messages, and a count of the bytes that this process sent.
+    """Process group of the replicas, with a count of sent bytes.
 
-    Collectives raise a SilentPeerError that names the ranks that do not answer within the timeout of the group. A
-    process group that was destroyed raises a UserError, because its replica would continue alone.
+    Collectives raise a SilentPeerError that names the processes that do not answer within the timeout of the group.
+    A destroyed group raises a UserError, since the replica would otherwise train alone.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the default group or a single process.
+        group: a process group, a one-dimensional device mesh, or None for the default group if there is one.
 
     Attributes:
-        wire_bytes: bytes sent by this process since `reset_wire_bytes`.
-        step: step of all replicas if something other than the exchange counts it, else None.
-        generation: number that changes whenever other processes take part.
-        is_static: True if the processes never change.
+        wire_bytes: bytes that this process sent since `reset_wire_bytes`.
+        step: steps of all replicas, if the group counts them; else None.
+        generation: changes with the members of the group.
+        is_static: True if the members never change.
 
     Raises:
         UserError: a mesh of several dims, or another type.
@@ -56,8 +56,8 @@ class ReplicaGroup:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise UserError(
-                    f"process_group must be one dim of a mesh, such as mesh['replicate']; given {group.ndim} dims, "
-                    f"{group.mesh_dim_names}"
+                    f"process_group: the exchange goes along one dim of a mesh, such as mesh['replicate']; given "
+                    f"{group.ndim} dims, {group.mesh_dim_names}"
                 )
             group = group.get_group()
             _warn_of_timeout(_timeout(group), _timeout(None))
@@ -68,7 +68,7 @@ class ReplicaGroup:
         self._had_group = group is not None or dist.is_initialized()
 
     def clone(self) -> ReplicaGroup:
-        """Return a separate group of the same processes with the same timeout. Collective: a new process group."""
+        """Return a new group of the same processes, with the same timeout. Collective: a new process group."""
         if self.world_size == 1:
             return ReplicaGroup(self.group)
         ranks = dist.get_process_group_ranks(self.group)
@@ -84,7 +84,7 @@ class ReplicaGroup:
 
     @property
     def quorum_id(self) -> int:
-        """Number of the current membership, the same on all members; 0 for a static group."""
+        """Id of the membership, the same on all members; 0 if the members never change."""
         return 0
 
     @property
@@ -103,7 +103,7 @@ class ReplicaGroup:
         return dist.get_process_group_ranks(self.group) if self._has_group() else []
 
     def reset_wire_bytes(self) -> None:
-        """Set the count of sent bytes to zero."""
+        """Reset the count of sent bytes."""
         self.wire_bytes = 0
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
@@ -114,27 +114,27 @@ class ReplicaGroup:
         """
         if self.world_size == 1:
             return [message]
-        gathered = message.new_empty(self.world_size, message.numel())
-        self._all_gather(gathered.view(-1), message.contiguous())
+        whole = message.new_empty(self.world_size, message.numel())
+        self._all_gather(whole.view(-1), message.contiguous())
         self.wire_bytes += (self.world_size - 1) * message.nbytes
-        return list(gathered)
+        return list(whole)
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """Return the message of every rank to this one, in order. Collective: one all-to-all.
+        """Return the messages of all ranks for this one, in order. Collective: one all-to-all.
 
         Args:
-            messages: to rank 0, 1, ...; all of one shape (n,).
+            messages: for ranks 0, 1, ..., each (n,) of the same length.
         """
         if self.world_size == 1:
             return list(messages)
-        sent = torch.stack(list(messages))  # (world size, n)
-        received = torch.empty_like(sent)
-        self._all_to_all(received.view(-1), sent.view(-1))
-        self.wire_bytes += (self.world_size - 1) * sent[0].nbytes
-        return list(received)
+        whole = torch.stack(list(messages))
+        found = torch.empty_like(whole)
+        self._all_to_all(found.view(-1), whole.view(-1))
+        self.wire_bytes += (self.world_size - 1) * whole[0].nbytes
+        return list(found)
 
     def all_reduce_mean(self, values: Tensor) -> Tensor:
-        """Replace values by their mean over all ranks. Collective: one all-reduce."""
+        """Replace values by their mean over all ranks, and return them. Collective: one all-reduce."""
         if self.world_size > 1:
             self._all_reduce(values)
             self.wire_bytes += 2 * (self.world_size - 1) * values.nbytes // self.world_size
@@ -142,20 +142,20 @@ class ReplicaGroup:
         return values
 
     def broadcast(self, values: Tensor, source: int) -> None:
-        """Replace values by those of one rank. Collective: one broadcast.
+        """Overwrite the values on all ranks by those of one. Collective: one broadcast.
 
         Args:
-            source: rank in the group whose values are sent.
+            source: rank in the group.
         """
         if self.world_size > 1:
             self._broadcast(values, source)
             self.wire_bytes += (self.world_size - 1) * values.nbytes // self.world_size
 
     def all_gather_strings(self, texts: Sequence[str], device: torch.device) -> list[list[str]]:
-        """Return the strings of all ranks, in order. Collectives: two all-gathers, of lengths and of JSON.
+        """Return the strings of all ranks, in order. Collectives: two all-gathers, of a length and of JSON.
 
         Args:
-            device: device of the sent tensors; a group may support one type of device only.
+            device: of the tensors to send, since a group may support one device type only.
         """
         if self.world_size == 1:
             return [list(texts)]
@@ -163,15 +163,15 @@ class ReplicaGroup:
         lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        gathered = self.all_gather(padded.to(device))
-        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(gathered, lengths, strict=True)]
+        found = self.all_gather(padded.to(device))
+        return [json.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths, strict=True)]
 
     def handle_error(self, error: SilentPeerError) -> None:
-        """Raise the error, unless the failed step can be skipped."""
+        """Raise the error of a broken step; a subclass may skip the step instead."""
         raise error
 
     def should_commit(self) -> bool:
-        """Return True if the exchanged momentum is to be applied; called once per step, after the exchange."""
+        """Return True if the result of a step is to be applied; called once after the exchange of each step."""
         return True
 
     def _has_group(self) -> bool:
@@ -179,20 +179,20 @@ class ReplicaGroup:
             self._had_group = True
         elif self._had_group:
             raise UserError(
-                "the process group of this exchange was destroyed; step, save and load before calling "
-                "destroy_process_group()"
+                "the process group of this exchange is gone: destroy_process_group() was called. Step, save and load "
+                "before that"
             )
         elif (count := world_size_from_env()) > 1:
             _warn_without_group(count)
         return self._had_group
 
-    def _all_gather(self, output: Tensor, message: Tensor) -> None:
+    def _all_gather(self, whole: Tensor, message: Tensor) -> None:
         with name_silent_ranks(self.group):
-            getattr(dist, _ALL_GATHER)(output, message, group=self.group)
+            getattr(dist, _ALL_GATHER)(whole, message, group=self.group)
 
-    def _all_to_all(self, output: Tensor, messages: Tensor) -> None:
+    def _all_to_all(self, found: Tensor, whole: Tensor) -> None:
         with name_silent_ranks(self.group):
-            dist.all_to_all_single(output, messages, group=self.group)
+            dist.all_to_all_single(found, whole, group=self.group)
 
     def _all_reduce(self, values: Tensor) -> None:
         with name_silent_ranks(self.group):
@@ -204,13 +204,13 @@ class ReplicaGroup:
 
 
 def as_replica_group(group: Any) -> ReplicaGroup:
-    """Return a ReplicaGroup as it is; wrap a process group, a mesh or None."""
+    """Return a `ReplicaGroup` over a process group, a mesh or None; a `ReplicaGroup` is returned itself."""
     return group if isinstance(group, ReplicaGroup) else ReplicaGroup(group)
 
 
 @functools.cache
 def _warn_without_group(world_size: int) -> None:
-    """Warn once per process that there is no process group."""
+    """Warn once per process that WORLD_SIZE is set but there is no process group."""
     logger.warning(
         "WORLD_SIZE is %s, but there is no process group: this process trains alone. Call "
         "torch.distributed.init_process_group() before the first step",
@@ -219,18 +219,18 @@ def _warn_without_group(world_size: int) -> None:
 
 
 @functools.cache
-def _warn_of_timeout(own: timedelta | None, default: timedelta | None) -> None:
-    """Warn once: a mesh gives its groups the default timeout of the backend, not that of the first group."""
-    if own is not None and default is not None and own > default and dist.get_rank() == 0:
+def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
+    """Warn once if a mesh's group waits longer than the default group: a mesh ignores the timeout given to that."""
+    if own is not None and usual is not None and own > usual and dist.get_rank() == 0:
         logger.warning(
-            "the timeout of this mesh dim is %s, longer than the %s given to init_process_group; set it with "
-            "init_device_mesh(backend_override=...)",
-            *(own, default),
+            "the group of this mesh waits %s for a process that does not answer, where init_process_group was given "
+            "%s; init_device_mesh(backend_override=...) sets it for each dim",
+            *(own, usual),
         )
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """Return the timeout of a group; None if it is unknown, which stands for the default of the backend."""
+    """Return the timeout of a group; None if it is unknown."""
     group = dist.group.WORLD if group is None else group
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Local shards of tensors: gradients, placements and finiteness."""
+"""Local shards of tensors, and checks of their values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def as_gradient(value: Tensor, param: Tensor) -> Tensor:
-    """Convert a local tensor to a gradient with the dtype, placements and strides of a parameter.
+    """Return a local tensor as the gradient of a parameter, with its dtype, placements and strides.
 
-    Fused optimizers read gradients in the memory order of the parameter, so the strides must match.
+    Fused optimizers read the elements of a gradient in the memory order of its parameter.
     """
     cast, part = value.to(param.dtype), to_local(param)
     if cast.stride() != part.stride():
@@ -35,10 +35,10 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
 
 
 def match_placements(param: Tensor) -> None:
-    """Give the gradient of a parameter the placements of the parameter.
+    """Redistribute the gradient of a parameter to the placements of the parameter.
 
-    With tensor or sequence parallelism, the gradient of a replicated parameter can be a partial sum on each process.
-    Collectives: those of the placements that differ; none with FSDP2 alone.
+    Under tensor and sequence parallelism, the gradient of a replicated parameter can be a partial sum on each process.
+    Collectives: those of placements that differ; none with FSDP2 only.
     """
     gradient = param.grad
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
@@ -46,55 +46,56 @@ def match_placements(param: Tensor) -> None:
 
 
 def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
-    """Raise if an exchange runs between shards of one replica instead of between replicas.
+    """Raise if an exchange would be between shards of one replica instead of between replicas.
 
     Args:
-        params: parameters, which may be sharded.
-        ranks: global ranks of the exchange.
+        params: sharded or not.
+        ranks: global ranks of the processes of the exchange.
 
     Raises:
-        UserError: some of the ranks share the mesh of a parameter.
+        UserError: several of these processes are on one mesh of a parameter.
     """
-    members = set(ranks)
+    between = set(ranks)
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-        shared = sorted(members & set(mesh.mesh.flatten().tolist()))
+        shared = sorted(between & set(mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise UserError(
-                f"ranks {', '.join(map(str, shared))} hold shards of the same parameters, but would exchange as "
-                "separate replicas; use process_group=mesh['replicate'] and fully_shard(mesh=mesh['shard'])"
+                f"parameters are sharded over a mesh of ranks {', '.join(map(str, shared))}, which would exchange with "
+                "each other as if each had a full replica; give the exchange the group of processes with the same "
+                "shard, such as process_group=mesh['replicate'], and use fully_shard with mesh['shard']"
             )
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Return True if every element is finite and so is the sum of magnitudes of each tensor.
+    """Return True if all elements, and the sum of magnitudes of each tensor, are finite in bf16.
 
-    Larger values would become Inf in a mean or when rounded to a lower precision.
+    Larger sums would become Inf in a mean or when they are rounded to a message format.
     """
     filled = [value for value in values if value.numel() and value.is_floating_point()]
     return _norms_at_most(filled, 2, float("inf")) or _norms_at_most(filled, 1, torch.finfo(torch.bfloat16).max)
 
 
 def _norms_at_most(values: Sequence[Tensor], order: int, most: float) -> bool:
-    """Return True if all norms are finite and at most `most`. Order 2 is several times faster than others."""
+    """Return True if all norms are finite and at most `most`; order 2 is several times faster than others."""
     if not values:
         return True
     dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    norms = torch.stack([norm.float() for norm in foreach_norm(list(values), order, dtype)])
-    return bool((torch.isfinite(norms) & (norms <= most)).all())
+    found = torch.stack([norm.float() for norm in foreach_norm(list(values), order, dtype)])
+    return bool((torch.isfinite(found) & (found <= most)).all())
 
 
 def all_agree(params: Iterable[Tensor], value: bool) -> bool:
-    """Return True if the value is True on all processes that share parameters of this replica.
+    """Return True if `value` is True on all processes that share parameters of this replica.
 
-    Collectives, for sharded parameters: one all-reduce of 4 bytes per dim of their mesh.
+    Collectives: of sharded parameters, one all-reduce of 4 bytes for each dim of their mesh.
 
     Raises:
         SilentPeerError: a process does not answer.
     """
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-        agreed = torch.tensor([float(value)], device=mesh.device_type)
+        found = torch.tensor([float(value)], device=mesh.device_type)
         for group in mesh.get_all_groups():
             with name_silent_ranks(group):
-                dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-                value = bool(agreed)  # waits for a GPU, so that its errors are raised here
+                dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+                value = bool(found)  # waits for a GPU, so that its errors are raised here
     return value

@@ -80,6 +80,7 @@ def _tile(table, owners, aligned: tl.constexpr, rows: tl.constexpr, cols: tl.con
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
     if aligned:
         num_cols = tl.multiple_of(num_cols, 16)
+    # Number of the tile in its parameter, then in its matrix.
     index = program - tl.load(fields + _FIRST)
     matrix, index = index // (down * across), index % (down * across)
     i, j = index // across, index % across
@@ -204,9 +205,10 @@ def _write_momentum(
         scale = _write_scale(scales, line * blocks + j, row < num_rows, tl.max(tl.abs(m), 1), bytes)
         x = tl.minimum(tl.maximum(m / scale[:, None], -1.0), 1.0)
         y = x / (1.0 + tl.abs(x)) * 254.0
-        code = (y + _ROUND) - _ROUND
+        code = (y + _ROUND) - _ROUND  # to the nearest even integer
         tl.store(_pointer(table, param_idx, _MOMENTUM, tl.int8, aligned) + index, code.to(tl.int8), mask)
         return
+    # Two blocks of int4 in the row of a tile, two codes per byte.
     half: tl.constexpr = cols // 2
     blocks = tl.reshape(m, (rows, 2, half))
     scale_index, scale_mask = _two_blocks(line, j, row, num_rows, num_cols, half)
@@ -265,6 +267,7 @@ def _add_parts(squares, table, row_parts, col_parts, param_idx, matrix, i, j, ro
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
     row_index = tl.load(fields + _ROW_PART) + (matrix * across + j) * num_rows + row
     col_index = tl.load(fields + _COL_PART) + (matrix * down + i) * num_cols + col
+    # row parts: (matrices, across, rows), column parts: (matrices, down, columns)
     tl.store(row_parts + row_index, tl.sum(squares, 1), row < num_rows)
     tl.store(col_parts + col_index, tl.sum(squares, 0), col < num_cols)
 
@@ -307,6 +310,7 @@ def square_parts(
     param_idx, matrix, i, j, row, col, num_rows, num_cols, mask = _tile(table, owners, aligned, rows, cols)
     index = _elements(matrix, row, col, num_rows, num_cols)
     g = tl.load(_pointer(table, param_idx, _GRAD, grad, aligned) + index, mask, other=0.0).to(tl.float32)
+    # No sum of squares along the longer side may overflow fp32.
     longest = tl.maximum(num_rows, num_cols).to(tl.float32)
     g = _bounded(g, 1.0 / tl.sqrt_rn(longest) * _BOUND)
     _add_parts(g * g, table, row_parts, col_parts, param_idx, matrix, i, j, row, col, num_rows, num_cols)
@@ -333,6 +337,7 @@ def add_sums(
     total = tl.load(fields + _MATRICES) * num_averages
     index = (program - tl.load(firsts + param_idx)) * size + tl.arange(0, size)
     part = tl.arange(0, 16)
+    # Part 0 of each average of this program; the next part is `num_averages` elements on.
     start = parts + tl.load(fields + first_part) + index // num_averages * num_parts * num_averages
     start += index % num_averages
     sums = tl.zeros((16, size), tl.float32)
@@ -382,6 +387,7 @@ def clip_factors(table, values, totals, clips, maximize: tl.constexpr, size: tl.
     sums = tl.zeros((size,), tl.float32)
     for i in range(0, count, size):
         sums += tl.load(totals + first + i + index, i + index < count, other=0.0)
+    # size = numel d^2, so the ratio is RMS(u) / d
     ratio = tl.sqrt_rn(tl.sum(sums, 0) / tl.load(values + param_idx * _NUM_VALUES + _SIZE))
     factor = 1.0 / tl.where(ratio < 1.0, 1.0, ratio)  # NaN stays NaN
     tl.store(clips + param_idx, -factor if maximize else factor)
@@ -399,6 +405,7 @@ def instability_parts(
         table, param_idx, matrix, j, row, col, num_rows, num_cols, mask, momentum, bytes, aligned, rows, cols
     )
     clip = tl.load(clips + param_idx)
+    # u - m_old = (u - m) / beta1 with the new m
     difference = _clipped(u, clip) * clip - m
     if momentum == "fp32":
         m += difference * tl.load(values + param_idx * _NUM_VALUES + _GAIN1)
@@ -419,6 +426,7 @@ def apply(
     param_idx, matrix, i, j, row, col, num_rows, num_cols, mask = _tile(table, owners, aligned, rows, cols)
     index = _elements(matrix, row, col, num_rows, num_cols)
     numbers = values + param_idx * _NUM_VALUES
+    # `instability_parts` has updated an fp32 momentum already; a rounded one is read again and written here.
     written: tl.constexpr = momentum == "fp32" and confidence
     if momentum != "none":
         m = _read_momentum(
@@ -437,6 +445,7 @@ def apply(
     if decays:
         p += p * tl.load(numbers + _DECAY)
     if confidence:
+        # (9): D = m a b, with -lr and the bias corrections in a
         lines = _pointer(table, param_idx, _RES_ROW, tl.float32, False) + matrix * num_rows + row
         columns = _pointer(table, param_idx, _RES_COL, tl.float32, False) + matrix * num_cols + col
         mean = tl.load(res_means + tl.load(table + param_idx * _NUM_FIELDS + _FIRST_MATRIX) + matrix)
@@ -477,6 +486,7 @@ def moment_squares(table, values, owners, totals, grad: tl.constexpr, aligned: t
     g = tl.load(_pointer(table, param_idx, _GRAD, grad, aligned) + index, mask, other=0.0).to(tl.float32)
     source = _pointer(table, param_idx, _MOMENT, tl.float32, aligned) + index
     v = tl.load(source, mask, other=1.0) * tl.load(numbers + _BETA2) + tl.load(numbers + _BETA2 + 1)
+    # v <- beta2 v + (1 - beta2)(g^2 + e1)
     x = _bounded(g, _BOUND)
     v += x * x * tl.load(numbers + _BETA2 + 2)
     tl.store(source, v, mask)

@@ -9,7 +9,6 @@ their own.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from scantling.errors import UserError
-from scantling.files import cache_root, fsync, open_lock_file, remove_folder
+from scantling.files import cache_root, fsync, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +108,11 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open_lock_file(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that prepares %s", path.stem)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        acquired = lock.acquire(blocking=False)
+    except Timeout:
+        logger.info("waiting for another process that prepares %s", path.stem)
+        acquired = lock.acquire()
+    with acquired:
         yield

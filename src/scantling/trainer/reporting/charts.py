@@ -150,10 +150,10 @@ def memory_chart(runs: Sequence[Run]) -> str | None:
     description = f"Peak memory, planned and measured. {listed}"
     if len(runs) > 1:
         bars = []
-        for run, plan, found in zip(runs, planned, measured, strict=True):
+        for run, plan, result in zip(runs, planned, measured, strict=True):
             bars += [
                 (f"{_truncate(run.name, 16)}, {kind}", parts)
-                for kind, parts in (("planned", plan), ("measured", found))
+                for kind, parts in (("planned", plan), ("measured", result))
             ]
         bars = [(name, parts) for name, parts in bars if any(value for value, _, _ in parts)]
         if not bars:
@@ -422,8 +422,8 @@ def _values(run: Run, key: str) -> Column:
 
 def _size(value: object) -> float:
     """Return a number of bytes that can be drawn; 0 for everything else."""
-    found = finite_or_none(value)
-    return found if found is not None and 0 < found <= _MAX_VALUE else 0.0
+    size = finite_or_none(value)
+    return size if size is not None and 0 < size <= _MAX_VALUE else 0.0
 
 
 def _any_finite(runs: Sequence[Run], key: str) -> bool:

@@ -116,23 +116,23 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
     A path that is given twice gets a number.
     """
     parts = [path.resolve().parts for path in paths]
-    found = list(names)
+    distinct = list(names)
     for length in range(1, max(map(len, parts), default=0) + 1):
-        paths_of: dict[str, set[tuple[str, ...]]] = {}
-        for name, part in zip(found, parts, strict=True):
-            paths_of.setdefault(name, set()).add(part)
-        found = [
-            "/".join(part[-length:]) if len(paths_of[name]) > 1 else name
-            for name, part in zip(found, parts, strict=True)
+        paths_by_name: dict[str, set[tuple[str, ...]]] = {}
+        for name, part in zip(distinct, parts, strict=True):
+            paths_by_name.setdefault(name, set()).add(part)
+        distinct = [
+            "/".join(part[-length:]) if len(paths_by_name[name]) > 1 else name
+            for name, part in zip(distinct, parts, strict=True)
         ]
     taken: set[str] = set()
-    for i, name in enumerate(found):
+    for i, name in enumerate(distinct):
         count = 1
-        while found[i] in taken or (count > 1 and found[i] in found[i + 1 :]):
+        while distinct[i] in taken or (count > 1 and distinct[i] in distinct[i + 1 :]):
             count += 1
-            found[i] = f"{name}-{count}"
-        taken.add(found[i])
-    return found
+            distinct[i] = f"{name}-{count}"
+        taken.add(distinct[i])
+    return distinct
 
 
 def rename_duplicates(runs: Sequence[Run]) -> list[Run]:

@@ -65,9 +65,9 @@ def expand_sweep(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -
         RecipeError: a recipe of the grid is invalid; lists all faults, each with the settings that cause it.
         UserError: all combinations are left out, or there are too many.
     """
-    number = math.prod(map(len, [*sweep.axes.values(), *sweep.linked.values()]))
-    if number > MAX_COMBINATIONS:
-        raise UserError(f"{source}: {number:,} combinations; at most {MAX_COMBINATIONS:,} are allowed in one sweep")
+    count = math.prod(map(len, [*sweep.axes.values(), *sweep.linked.values()]))
+    if count > MAX_COMBINATIONS:
+        raise UserError(f"{source}: {count:,} combinations; at most {MAX_COMBINATIONS:,} are allowed in one sweep")
     product = list(_product(sweep))
     for unused in (each for each in sweep.leave_out if not any(_matches(each, given, base) for given in product)):
         logger.warning("%s: leave_out matches no combination: %s", source, unused)
@@ -77,7 +77,7 @@ def expand_sweep(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -
     cases: dict[str, Case] = {}
     faults: dict[str, tuple[Fault, list[int]]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    for number, given in enumerate(settings):
+    for i, given in enumerate(settings):
         content = copy.deepcopy(dict(base))
         for key, value in given.items():
             set_key(content, key.split("."), copy.deepcopy(value))
@@ -91,9 +91,9 @@ def expand_sweep(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -
             cases.setdefault(case.key, case)
             continue
         for fault in problems:
-            faults.setdefault(str(fault), (fault, []))[1].append(number)
+            faults.setdefault(str(fault), (fault, []))[1].append(i)
     if faults:
-        raise RecipeError([_locate_fault(fault, numbers, settings) for fault, numbers in faults.values()], source)
+        raise RecipeError([_locate_fault(fault, indices, settings) for fault, indices in faults.values()], source)
     return list(cases.values())
 
 
@@ -171,17 +171,17 @@ def _make_case(
     return Case(key, label, values, recipe, num_parameters, tokens * recipe.train.steps)
 
 
-def _locate_fault(fault: Fault, numbers: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> Fault:
+def _locate_fault(fault: Fault, indices: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> Fault:
     """Return the fault with the one setting that exactly its runs share, or else with an example run."""
     where = None
-    if len(numbers) < len(settings):
-        first = settings[numbers[0]]
+    if len(indices) < len(settings):
+        first = settings[indices[0]]
         for key, value in first.items():
-            if [n for n, each in enumerate(settings) if key in each and each[key] == value] == list(numbers):
+            if [i for i, each in enumerate(settings) if key in each and each[key] == value] == list(indices):
                 where = f"where {key} = {format_cell(value) or 'null'}"
                 break
         else:
-            others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            others = f", and {len(indices) - 1} more" if len(indices) > 1 else ""
             where = (
                 "where " + ", ".join(f"{key} = {format_cell(value) or 'null'}" for key, value in first.items()) + others
             )

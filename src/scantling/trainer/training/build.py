@@ -44,6 +44,7 @@ def build_loop(
     if context.rank == 0:
         warn_if_slow_matmul(compute, context.device, "set precision.compute: fp32")
     model = build_run_model(run).to(context.device)
+    # rank gates are parameters, so they come before the optimizer
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
     if settings.activation_checkpointing:
@@ -103,7 +104,7 @@ def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.de
     options = recipe.optim.options
     for group in groups:
         group["initial_lr"] = group.get("lr", recipe.optim.lr)
-        if recipe.train.graph:
+        if recipe.train.graph:  # a captured graph reads the rate from a tensor
             group["lr"] = torch.tensor(group["initial_lr"], device=device)
     if recipe.train.graph:
         options = {**options, "capturable": True}
@@ -161,6 +162,7 @@ def build_run_model(run: ResolvedRun) -> Any:
             f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "
             "out"
         )
+    # own seed: the cores must not depend on how many numbers the weights drew
     with torch.random.fork_rng([]):
         torch.manual_seed(recipe.train.seed + _CONVERSION_SEED)
         return convert_model(model, recipe)

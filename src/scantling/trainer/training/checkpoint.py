@@ -108,6 +108,7 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
         raise UserError(f"its manifest is that of step {manifest['step']}")
     listed = manifest["files"]
+    # with weights_only the index comes first, because it names the files with shared tensors
     index = read_index(path, allow_lost_ranks=True) if weights_only else None
     needed = listed.keys() if index is None else {METADATA, INDEX, *index.shared_files}
     for name in listed:
@@ -186,6 +187,7 @@ class Checkpointer:
         if problem is None:
             problem = self._run_io_everywhere(write_tensors)
         if problem is None:
+            # the writer of each folder indexes the files of all ranks that see the folder
             parts = context.all_gather_object(None if context.is_writer else entries)
             for rank in context.ranks_sharing(context.rank):
                 entries.update(parts[rank] or {})
@@ -265,12 +267,14 @@ class Checkpointer:
         ]
         if problems:
             return "; ".join(problems)
+        # folders with different ids of the same step are from different runs
         saves: dict[str, list[int]] = {}
         for rank, each in by_writer.items():
             saves.setdefault(each["save"], []).append(rank)
         if len(saves) > 1:
             groups = "; ".join(", ".join(map(context.describe_rank, ranks)) for ranks in saves.values())
             return f"the folders hold checkpoints of different saves: {groups}"
+        # at the saved world size each rank needs its own state from some folder
         one = next(iter(by_writer.values()))
         missing = set(one["expected"]).difference(*(each["ranks"] for each in by_writer.values()))
         if missing and one["world_size"] == context.world_size and not weights_only:
@@ -320,6 +324,7 @@ def load_tensors(
         if given is not None and given.shape != entry.size:
             raise UserError(f"{path}: '{key}' has shape {tuple(entry.size)}, the model has {tuple(given.shape)}")
         target[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if given is None else given
+    # DCP fills the tensors of `target` in place; without a group it warns
     if target:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -352,6 +357,7 @@ def _raise_interrupt(error: CheckpointException) -> None:
 
 
 def _describe_io_error(error: BaseException) -> str:
+    # torch wraps the OSError of a full disk in errors of its own, some without the cause
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:

@@ -75,6 +75,7 @@ def publish(aside: Path, target: Path) -> None:
     if target.exists():
         if not target.is_dir() or any(_own_files(target)):
             raise RuntimeError(f"{target} was not written by this program; move it elsewhere")
+        # keep files of other programs in the folder
         for path in target.iterdir():
             os.rename(path, aside / path.name)
         target.rmdir()

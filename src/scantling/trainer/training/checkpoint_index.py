@@ -125,6 +125,7 @@ def write_index(entries: dict[str, Any], folder: Path) -> Index:
         file.flush()
         os.fsync(file.fileno())
     index = read_index(folder)
+    # DCP's own index, for other programs; it is never read here
     metadata = index.metadata
     results = [WriteResult(position, stored.length, stored) for position, stored in metadata.storage_data.items()]
     FileSystemWriter(folder).finish(metadata, [results])
@@ -174,6 +175,7 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
             if allow_lost_ranks and is_rank_key(key):
                 continue
             raise
+        # chunks must not overlap in their offsets, and must cover the tensor together
         for chunk in tensor.chunks:
             offsets = torch.Size(chunk.offsets)
             position = MetadataIndex(key, offsets, len(chunks))
@@ -184,6 +186,7 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.size), chunks)
+    # a file with only per-rank keys may be missing when just the weights are loaded
     shared_files = {info.relative_path for index, info in storage.items() if not is_rank_key(index.fqn)}
     planner_data = {key: (key,) for key in entries}  # as of a flat state dict
     return Index(Metadata(entries, planner_data, storage), frozenset(names), frozenset(shared_files))

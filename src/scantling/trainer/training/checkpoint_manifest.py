@@ -95,7 +95,9 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: `read_manifest` would refuse the content.
     """
+    # a round trip through JSON, so that the checksum is of the values as they are read
     plain = json.loads(json.dumps({"format": FORMAT, **content}))
+    # parse it as a reader would: better no checkpoint than one that is refused later
     text = json.dumps({**plain, "checksum": _checksum(plain)})
     try:
         _parse(text)
@@ -162,6 +164,7 @@ def _parse(text: str) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where}: {first['msg'][0].lower() + first['msg'][1:]}") from None
+    # a checkpoint of tensors only has no values; one of a run has all of these
     if checked.values.model_fields_set:
         required = ("step", "tokens", "data", "optimizer", "rng")
         missing = [name for name in required if getattr(checked.values, name) in (None, {})]

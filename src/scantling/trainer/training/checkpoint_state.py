@@ -30,6 +30,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
+        # tied parameters share an address; empty tensors all have address 0
         key = (tensor.data_ptr(), tensor.shape)
         if tensor.numel() and key in seen:
             continue
@@ -49,6 +50,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: the names or shapes of the checkpoint and of the model differ.
     """
+    # the parameters themselves are the targets, so that they are filled in place
     wanted = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
     stored = checkpoint.load_tensors("model/", wanted)
     missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
@@ -72,6 +74,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     state.tensors[f"optimizer/{name}/{key}"] = value
+                    # such as step counts, which PyTorch keeps on the CPU for parameters on a GPU
                     if value.device.type == "cpu" and parameter.device.type != "cpu":
                         on_cpu.append(f"{name}/{key}")
                 else:
@@ -96,6 +99,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
             f"{checkpoint.path}: its parameter groups differ from those of the optimizer; "
             "use the recipe that the run was started with"
         )
+    # assign state directly: `Optimizer.load_state_dict` would cast it to the parameter's dtype
     by_name = dict(model.named_parameters())
     on_cpu = set(values["on_cpu"])
     states: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["plain"].items()}
@@ -107,7 +111,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
         optimizer.state[by_name[name]] = entries
     for group, stored in zip(optimizer.param_groups, values["groups"], strict=True):
         for key, value in stored["hyper"].items():
-            if isinstance(group.get(key), torch.Tensor):
+            if isinstance(group.get(key), torch.Tensor):  # a captured graph may read it
                 group[key].fill_(value)
             elif not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -132,6 +136,7 @@ def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, context: D
     values = checkpoint.values.get("exchange", {})
     if not any(values.values()):
         return
+    # same world size: the state of this rank; otherwise the mean over all saved ranks
     ranks = range(saved_size) if saved_size != context.world_size else [context.rank]
     by_rank = _rank_tensors("exchange", checkpoint, ranks, context)
     if lost := [rank for rank in ranks if rank not in by_rank]:
@@ -155,6 +160,7 @@ def _rank_tensors(
     """
     held = checkpoint.index.ranks
     found = {rank: _one_rank(kind, checkpoint, rank) for rank in ranks if rank in held}
+    # fetch states that only the folder of another machine has
     if context.has_separate_folders:
         holders = context.all_gather_object(held)
         needed = context.all_gather_object([rank for rank in ranks if rank not in held])
@@ -209,6 +215,7 @@ def load_rng(checkpoint: Checkpoint, context: DistContext) -> None:
     """Restore this rank's generators, from a checkpoint of the same world size. Collectives: as `load_exchange`."""
     values = checkpoint.values["rng"][str(context.rank)]
     tensors = _rank_tensors("rng", checkpoint, [context.rank], context)[context.rank]
+    # PyTorch on CPU and GPU, then numpy, then Python's own generator
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and context.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["cuda"], context.device)

@@ -145,6 +145,7 @@ class StepGraphs:
         Raises:
             UserError: the step cannot be captured.
         """
+        # 1. find or capture the graph of these shapes
         self._current = None
         shapes = _shapes(batches)
         captured = self._captured.get(shapes)
@@ -155,7 +156,7 @@ class StepGraphs:
                 self._clear_gradients()
                 return None
             captured = self._captured[shapes] = self._capture(batches, scale)
-        # a replay reads its inputs from, and writes gradients to, the addresses of the capture
+        # 2. copy the inputs to the addresses of the capture, 3. replay, which writes its gradients there
         for own, given in zip(captured.batches, batches, strict=True):
             for target, values in zip(_tensors(own), _tensors(given), strict=True):
                 target.copy_(values, non_blocking=True)

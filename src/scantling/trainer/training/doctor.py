@@ -114,6 +114,7 @@ def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None
     if context.rank not in (source, target):
         return None
     small = torch.zeros(1, dtype=torch.int64, device=context.device)
+    # the target: echo small messages, then receive large ones until size 0
     if context.rank == target:
         for _ in range(_ROUNDS):
             dist.recv(small, source)
@@ -124,6 +125,7 @@ def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None
                 return None
             dist.recv(torch.empty(int(small), dtype=torch.uint8, device=context.device), source)
             dist.send(small, source)
+    # the source: round trips of 8 bytes
     trips = []
     int(small)
     for _ in range(_ROUNDS):
@@ -133,6 +135,7 @@ def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None
         int(small)
         trips.append(time.perf_counter() - began)
     trip = statistics.median(trips)
+    # larger and larger messages, each acknowledged, until one takes long enough
     rate = 0.0
     for size in _SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=context.device)

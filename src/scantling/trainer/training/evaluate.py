@@ -75,6 +75,7 @@ def evaluate(
                 add(name, value)
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
+    # outputs of all batches, such as scores for a ranking metric
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
     # a rank without batches does not know the names, so they are gathered first
     by_rank = context.all_gather_object([sorted(sums), sorted(own)])

@@ -78,6 +78,7 @@ def _set_document_start(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]
     if own is None:
         return {}
     marks = document_marks(own)
+    # the tokenizer of the harness gets the same prefix, and no suffix
     if marks.begin:
         before = [(str(tokenizer.convert_ids_to_tokens(id_)), id_) for id_ in marks.begin]
         single = [*(token for token, _ in before), "$A"]

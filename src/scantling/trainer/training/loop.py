@@ -117,6 +117,7 @@ class Loop:
 
     def _run_step(self, stop: StopSignal) -> bool:
         """Take one step, evaluate, record and save; True if the run stops before its end."""
+        # 1. learning rate and batches
         began = time.perf_counter()
         step = self.step + 1
         lr = self._set_lr(step)
@@ -125,10 +126,12 @@ class Loop:
         if self._first_phase is not None:
             self.sink.phase(self._first_phase)
             self._first_phase = None
+        # 2. forward, backward, exchange, update
         result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
         self.step, self.tokens = step, self.tokens + result.num_tokens
+        # 3. evaluation, 4. record, 5. checkpoint
         record = self._make_record(result, seconds, step_s, lr)
         if self.schedule.evaluates_after(step) and self.evaluate is not None:
             self.sink.phase("evaluating")
@@ -244,9 +247,11 @@ class Loop:
         """
         values = checkpoint.values
         load_tensor(self.stepper.tensor, checkpoint)  # first, because it sets the shapes of the parameters
+        # a pass before the state is loaded: DDP rebuilds its buckets, see `Stepper.rehearse`
         if self.context.world_size > 1:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
+        # model, optimizer and exchange in place; captured graphs have other addresses afterwards
         load_model(self.model, checkpoint)
         load_optimizer(self.stepper.optimizer, self.model, checkpoint)
         load_exchange(self.stepper.exchange, checkpoint, self.context)
@@ -257,7 +262,7 @@ class Loop:
         self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
         same_size = bool(checkpoint.manifest["world_size"] == self.context.world_size)
-        if same_size:
+        if same_size:  # last, because the steps above may draw random numbers
             load_rng(checkpoint, self.context)
         return same_size
 

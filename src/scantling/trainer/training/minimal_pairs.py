@@ -118,6 +118,7 @@ def log_probabilities(
     device = next(model.parameters()).device
     scores = np.zeros(len(rows))
     with eval_mode(model), fixed_rng(device), keep_merged(model):
+        # rows of a batch have one length: (batch, length + 1) ids, whose last one is only predicted
         for chosen in _batches([len(row) - 1 for row in rows], config.vocab_size):
             ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):

@@ -120,6 +120,7 @@ def quantize_run(
     quantizer = Quantizer.from_spec(format, "channel")
     with open_run(run_dir, device=device) as run:
         model, task = run.model, run.task
+        # the weights are rounded in place, so the loss before comes first
         before = run.evaluate()
         calibration = calibration_batches(run, sequences)
         filter_fn = (lambda *_: True) if embeddings else None

@@ -84,11 +84,13 @@ def check_never_saved(folder: RunDir, checkpointer: Checkpointer, context: DistC
 
 def _find_lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | None:
     """Return why a run without a complete checkpoint cannot start from step 0; None if it never saved one."""
+    # checkpoints exist, but all are damaged
     if checkpointer.steps():
         reasons = "".join(f"\n  - {reason}" for reason in checkpointer.refused)
         return f"{folder.path} has no complete checkpoint to resume from; start again with --force{reasons}"
     if not folder.holds_run():
         return None
+    # no checkpoint exists: the records tell whether one was saved
     folder.check_replaceable()
     last = read_metrics(folder.metrics).last if folder.metrics.exists() else {}
     step = last.get("step", 0)

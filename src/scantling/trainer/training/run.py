@@ -140,9 +140,7 @@ def load_run_recipe(
     return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
-def check_run(
-    recipe: Recipe, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool, world_size: int
-) -> Fit:
+def check_run(run: ResolvedRun, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool) -> Fit:
     """Raise the error with which `train` would refuse a run before its first step; nothing is written.
 
     Returns:
@@ -151,13 +149,12 @@ def check_run(
     Raises:
         UserError: device, run directory or data cannot be used, or the memory is certainly too small.
     """
-    device = device_type(recipe.train.device)
+    device_type(run.recipe.train.device)  # raises if this machine lacks the device
     if run_dir is not None:
-        check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
-    run = resolve_run(recipe, world_size=world_size, device=device)
+        check_folder(RunDir(run_dir), run.recipe, resume=resume, force=force)
     _check_extras(run)
-    run.task.check_data(recipe.data)
-    fit = check_fit(recipe, planned)
+    run.task.check_data(run.recipe.data)
+    fit = check_fit(run.recipe, planned)
     if fit.is_impossible:
         raise UserError(f"the run {fit}")
     return fit
@@ -180,6 +177,7 @@ def _train(
     progress: Progress | None,
 ) -> RunResult:
     """Take a run from its locked directory to its report, one stage after the other."""
+    # 1. checks, 2. starting point, 3. plan and data
     report = Sinks(sinks) if context.is_rank0 else Sink()
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
@@ -190,14 +188,17 @@ def _train(
         check_data(start.checkpoint, run.prepared_data.info.get("fingerprint"))
     if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
+    # 4. model, optimizer and exchange; the meters start before the model is built
     report.phase("building the model")
     memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
     loop = build_loop(run, context, checkpointer, memory=memory, energy=energy)
     context.wait_for_all()  # a process that failed to build its model would keep some backends waiting
+    # 5. state of the checkpoint
     restores_rng = True
     if start.checkpoint is not None:
         report.phase(f"reading {start.checkpoint.path}")
         restores_rng = loop.resume(start.checkpoint)
+    # 6. files of the run, written only now: everything that can be wrong with it was tried
     loop.sink = _open_sinks(run, planned, folder, context, start, sinks)
     name = recipe.name or folder.path.name
     loop.sink.start(
@@ -205,6 +206,7 @@ def _train(
     )
     _announce(loop, folder, start, restores_rng=restores_rng)
     del start  # the manifest of many processes is large
+    # 7. steps, 8. result and report
     try:
         outcome = loop.run()
     finally:
@@ -224,6 +226,7 @@ def _plan_and_prepare(
     """
     recipe = run.recipe
     report.phase("planning")
+    # before the data is read, which may take hours
     early, is_warned = _plan_on_main(run, context, may_fail=True), False
     if early is not None:
         is_warned = _check_memory(run, early, context)
@@ -231,6 +234,7 @@ def _plan_and_prepare(
     data = run.task.prepare(recipe.data, seed=recipe.train.seed, progress=progress)
     context.wait_for_all()
     check_same_data(data.info.get("fingerprint"), context)
+    # the data may change the vocabulary or the number of classes
     with_data = replace(run, data=data)
     keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
     planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)

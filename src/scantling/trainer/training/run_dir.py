@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import logging
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from scantling.errors import UserError
-from scantling.files import open_lock_file, read_json_object, write_atomic, write_json
+from scantling.files import no_follow, read_json_object, write_atomic, write_json
 from scantling.trainer.recipe import Recipe, check_recipe, dump_recipe, read_yaml
 from scantling.trainer.training.checkpoint_files import remove_all
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
@@ -44,7 +46,8 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self._launch = path / ".launch"
         self._lock_file = path / ".lock"
-        self._lock: IO[str] | None = None
+        # never opened through a link, and closed in forked children such as data workers, which may outlive the run
+        self._lock = FileLock(self._lock_file, thread_local=False, fallback_to_soft=False)
 
     @property
     def _written(self) -> list[Path]:
@@ -66,38 +69,31 @@ class RunDir:
             InUseError: another process has locked it.
             UserError: the folder cannot be written.
         """
+        # 1. open the lock file, 2. lock it without waiting, 3. write our process id for messages
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open_lock_file(self._lock_file)  # not through a link: it is truncated below
-        except FileExistsError:
-            raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
-        except OSError as error:
-            raise UserError(f"cannot write into the run directory {self.path}: {error.strerror or error}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            holder = self._lock_file.read_text(encoding="utf-8").strip() or "unknown"
             raise InUseError(
                 f"the run directory {self.path} is in use by process {holder}; wait for it or give another --run-dir"
             ) from None
-        except OSError as error:  # file systems without locks
-            lock.close()
-            raise UserError(
-                f"cannot lock the run directory {self.path}: {error.strerror or error}; give a --run-dir on another "
-                "file system"
-            ) from None
-        self._lock = lock
-        with contextlib.suppress(OSError):  # a full disk; the number is only for messages
-            lock.truncate(0)
-            os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+        except FileExistsError:
+            raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
+        except OSError as error:
+            problem = error.strerror or error
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise UserError(
+                    f"cannot lock the run directory {self.path}: {problem}; give a --run-dir on another file system"
+                ) from None
+            raise UserError(f"cannot write into the run directory {self.path}: {problem}") from None
+        # on a full disk there is no number, which is only for messages
+        with contextlib.suppress(OSError), open(self._lock_file, "w", opener=no_follow) as file:
+            file.write(str(os.getpid()))
 
     def unlock(self) -> None:
         """Release the lock."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def clear(self) -> None:
         """Remove a run's files and nothing else.

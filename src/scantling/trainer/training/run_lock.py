@@ -46,6 +46,7 @@ def lock_run_dir(
                 "torchrun restarted this run, but no run directory was given to resume from; pass --run-dir"
             )
         return *_lock_free_name(Path("runs") / (recipe.name or "run"), context), resume
+    # which ranks share the folder decides who locks and writes it
     context = detect_shared_folders(path, context)
     folder = RunDir(path)
     _check_checkpoints_link(folder, context)
@@ -134,6 +135,7 @@ def _lock_free_name(base: Path, context: DistContext) -> tuple[RunDir, DistConte
                 is_taken = folder.holds_run()
 
         context.run_on_all(lock, taking_part=context.is_writer)
+        # all machines must get the same name, so one taken folder rejects it everywhere
         if not any(context.all_gather_object(is_taken)):
             return folder, context
         folder.unlock()

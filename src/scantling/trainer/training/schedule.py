@@ -78,11 +78,14 @@ def lr_factor(
         A factor in (0, 1]; during the warm-up it is step / (warm-up + 1), so that no step has a rate of zero.
     """
     warmup = warmup_steps(warmup, steps)
+    # linear warm-up
     if step <= warmup:
         return step / (warmup + 1)
+    # constant until the decay begins
     start = wsd_decay_start(decay, steps) if schedule == "wsd" else warmup
     if schedule == "constant" or step <= start:
         return 1.0
+    # decay from 1 to min_ratio
     progress = (step - start) / max(1, steps - start)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
     return min_ratio + (1 - min_ratio) * share

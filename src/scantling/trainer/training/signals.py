@@ -79,6 +79,7 @@ class StopSignal:
                 raise KeyboardInterrupt
             signal.raise_signal(number)
             return
+        # the first signal: later ones get the old handlers, except a Ctrl-C of the same burst
         self.received = signal.Signals(number)
         for each, before in self._before.items():
             if each != signal.SIGINT:

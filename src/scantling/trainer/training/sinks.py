@@ -145,6 +145,7 @@ def _remove_incomplete_line(path: Path) -> None:
     with open(path, "r+b", opener=no_follow) as file:
         end = file.seek(0, os.SEEK_END)
         position = end
+        # find the last newline, 64 KiB at a time
         while position > 0:
             start = max(0, position - 65536)
             file.seek(start)

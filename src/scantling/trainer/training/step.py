@@ -141,6 +141,7 @@ class Stepper:
         """Run forward and backward passes of all micro-batches, and the exchange; return loss sum and norm."""
         device = self.context.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        # each micro-batch adds its share of the step's mean to the gradients
         with ExitStack() as contexts:
             if self.release is not None:
                 contexts.enter_context(self.release.release_in_step(step, len(batches)))
@@ -166,6 +167,7 @@ class Stepper:
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     self.watch.lap("backward")
         self.watch.lap("backward")
+        # after this, `.grad` holds the mean over processes, or the momentum of the exchange
         self.exchange.exchange()
         self.scaler.unscale_(self.optimizer)
         return loss_sum, self._total_norm()
@@ -228,6 +230,7 @@ class Stepper:
             own = f"the loss is {float(own_loss)}"
         elif bad := self.exchange.bad_parameters():
             own = self._first_nonfinite(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
+        # the exchange spreads a NaN to all ranks, so ask each for the state before it
         by_rank = self.context.all_gather_object((own, self._first_nonfinite(None)))
         failed = [(rank, reason) for rank, (reason, _) in enumerate(by_rank) if reason]
         rank, reason = failed[0] if failed else (self.context.rank, by_rank[self.context.rank][1])

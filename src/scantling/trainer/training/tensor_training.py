@@ -78,6 +78,7 @@ class TensorTraining:
             return False
         adapter.observe()  # for steps that were replayed or released
         last = adapter.options.steps  # ranks are fixed after it
+        # removal is due at the last adaptive step, every `truncate_every` steps before it, and at the end
         due = adapter.step == last or (adapter.step < last and step % self._section.truncate_every == 0)
         if not (due or step == self._steps):
             return False

@@ -162,6 +162,7 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     check_new_folder(folder)
     run = load_run(run_dir)
     task, model = run.task, run.model
+    # plain layers with the rounded weights that the model was trained with
     restore(model, weights="rounded")
     if dense:
         densify(model)

@@ -26,7 +26,7 @@ Step = Callable[[], None]
 AVERAGED = "averages gradients over all processes before the exchange"
 
 
-def test_a_backward_pass_that_would_reduce_is_refused() -> None:
+def test_refuse_reduction_raises_in_backward() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
@@ -35,7 +35,7 @@ def test_a_backward_pass_that_would_reduce_is_refused() -> None:
         with model.no_sync():
             model(torch.randn(2, 4)).sum().backward()
         assert model.module.weight.grad is not None
-        with pytest.raises(UserError, match=r"run every backward pass in model\.no_sync\(\)"):
+        with pytest.raises(UserError, match=r"put every backward pass into model\.no_sync\(\)"):
             model(torch.randn(2, 4)).sum().backward()
     finally:
         dist.destroy_process_group()
@@ -110,20 +110,18 @@ def wrapped_models_are_refused() -> None:
         sharded = FullyShardedDataParallel(network(), device_id=cpu, use_orig_params=True, sharding_strategy=strategy)
         optimizer = sc.DeMo(sharded.parameters(), lr=1e-3)
         backward(sharded)
-        refused(
-            optimizer.step, "in FullyShardedDataParallel, which averages gradients and leaves a shard to each process"
-        )
+        refused(optimizer.step, "in FullyShardedDataParallel, which averages gradients and leaves each process a shard")
 
     net = network()
     optimizer = sc.DeMo(net.parameters(), lr=1e-3)
     fully_shard(net, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer.param_groups[0]["params"] = list(net.parameters())  # as accelerate does
     backward(net)
-    refused(optimizer.step, "ranks 0, 1 hold shards of the same parameters")
+    refused(optimizer.step, "parameters are sharded over a mesh of ranks 0, 1, which would exchange")
 
 
 @pytest.mark.dist
-def test_wrapped_models_are_refused_in_the_first_step() -> None:
+def test_averaging_wrapper_is_refused_in_first_step() -> None:
     run(2, wrapped_models_are_refused)
 
 
@@ -150,7 +148,7 @@ def wrappers_are_refused_in_later_steps() -> None:
 
 
 @pytest.mark.dist
-def test_wrapped_models_are_refused_in_later_steps() -> None:
+def test_averaging_wrapper_is_refused_in_later_steps() -> None:
     run(2, wrappers_are_refused_in_later_steps)
 
 
@@ -207,7 +205,7 @@ def local_gradients_pass() -> None:
 
 
 @pytest.mark.dist
-def test_wrappers_that_average_nothing_pass() -> None:
+def test_wrapper_without_averaging_passes() -> None:
     run(2, local_gradients_pass)
 
 
@@ -252,5 +250,5 @@ def train_with_accelerate() -> None:
 
 
 @pytest.mark.dist
-def test_accelerate_trains_in_no_sync_and_is_refused_outside() -> None:
+def test_accelerate_needs_no_sync() -> None:
     run(2, train_with_accelerate)

@@ -45,7 +45,7 @@ class ScriptedManager:
         self.given = take, give
 
 
-def optimizer_of(net: nn.Module, replicas: TorchFTGroup, **options: Any) -> sc.DeMo:
+def make_optimizer(net: nn.Module, replicas: TorchFTGroup, **options: Any) -> sc.DeMo:
     return sc.DeMo(sc.param_groups(net), lr=1e-3, topk=4, update="identity", process_group=replicas, **options)
 
 
@@ -55,32 +55,32 @@ def backward(net: nn.Module, seed: int) -> list[Tensor]:
     return [param.grad.clone() for param in net.parameters()]
 
 
-def weights_of(net: nn.Module) -> list[Tensor]:
+def copy_weights(net: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
-def test_a_step_that_is_not_applied_keeps_its_gradients() -> None:
+def test_uncommitted_step_keeps_gradients() -> None:
     """M <- decay M + g, nothing is subtracted and no weight changes; the next step applies the accumulated momentum."""
     net = nn.Linear(64, 64, bias=False)
-    optimizer = optimizer_of(net, TorchFTGroup(ScriptedManager([True, False, True]), None), decay=0.9)
+    optimizer = make_optimizer(net, TorchFTGroup(ScriptedManager([True, False, True]), None), decay=0.9)
     backward(net, 0)
     optimizer.step()
-    before, (held,) = weights_of(net), optimizer.local_state_dict()["residuals"].values()
+    before, (held,) = copy_weights(net), optimizer.local_state_dict()["residuals"].values()
     (gradient,) = backward(net, 1)
     optimizer.step()
-    assert all(torch.equal(was, now) for was, now in zip(before, weights_of(net), strict=True))
+    assert all(torch.equal(was, now) for was, now in zip(before, copy_weights(net), strict=True))
     (residual,) = optimizer.local_state_dict()["residuals"].values()
     torch.testing.assert_close(residual, 0.9 * held + gradient)
     (gradient,) = backward(net, 2)
     optimizer.step()
-    moved = (before[0] - weights_of(net)[0]) / 1e-3
+    moved = (before[0] - copy_weights(net)[0]) / 1e-3
     (left,) = optimizer.local_state_dict()["residuals"].values()
     assert moved.any()
     torch.testing.assert_close(left + moved, 0.9 * residual + gradient, rtol=1e-3, atol=1e-4)
     assert optimizer.param_groups[0]["steps"] == 2, "steps are those that were applied"
 
 
-def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_exchange_is_reported_and_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = ScriptedManager([False, True])
     params = [nn.Parameter(torch.ones(64, 64))]
     replicas = TorchFTGroup(manager, None)
@@ -98,7 +98,7 @@ def test_an_exchange_that_breaks_is_reported_and_left_out(monkeypatch: pytest.Mo
     assert exchange.exchange(), "and goes on"
 
 
-def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_comparison_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a membership change, a collective fails before the exchange begins."""
     param = nn.Parameter(torch.ones(64, 64))
     replicas = TorchFTGroup(ScriptedManager([True, False]), None)
@@ -121,51 +121,51 @@ def test_gradients_stay_when_a_comparison_breaks(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(residual, 0.9 * held + gradient)
 
 
-def test_a_saved_state_is_taken_whatever_the_rank_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made() -> sc.DeMo:
-        return optimizer_of(nn.Linear(64, 64), TorchFTGroup(ScriptedManager([True]), None))
+def test_state_loads_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> sc.DeMo:
+        return make_optimizer(nn.Linear(64, 64), TorchFTGroup(ScriptedManager([True]), None))
 
-    first = made()
+    first = build()
     with monkeypatch.context() as patch:
         patch.setattr(TorchFTGroup, "world_size", 2)
         patch.setattr(TorchFTGroup, "rank", 1)
         whole, local = first.state_dict(), first.local_state_dict()
-    again = made()
+    again = build()
     again.load_state_dict(whole)
     again.load_local_state_dict(local)
 
 
-def test_who_comes_takes_all_but_residuals() -> None:
-    def made(seed: int) -> tuple[nn.Module, sc.DeMo, ScriptedManager]:
+def test_joining_replica_copies_all_but_residuals() -> None:
+    def build(seed: int) -> tuple[nn.Module, sc.DeMo, ScriptedManager]:
         torch.manual_seed(seed)
         net, manager = nn.Linear(64, 64), ScriptedManager([True] * 4)
         replicas = TorchFTGroup(manager, None)
-        optimizer = optimizer_of(net, replicas)
+        optimizer = make_optimizer(net, replicas)
         replicas.join(net, optimizer)
         return net, optimizer, manager
 
-    (old, donor, there), (new, joiner, here) = made(0), made(1)
+    (old, donor, there), (new, joiner, here) = build(0), build(1)
     for step in range(3):
         backward(old, step)
         donor.step()
     backward(new, 9)
     joiner.step()
     here.given[0](there.given[1]())
-    assert all(torch.equal(was, now) for was, now in zip(weights_of(old), weights_of(new), strict=True))
+    assert all(torch.equal(was, now) for was, now in zip(copy_weights(old), copy_weights(new), strict=True))
     assert joiner.local_state_dict()["residuals"] == {}
     assert joiner.param_groups[0]["steps"] == 3
     assert torch.equal(joiner.state[new.bias]["exp_avg_sq"], donor.state[old.bias]["exp_avg_sq"])
 
 
 @pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}])
-def test_what_needs_replicas_that_stay_is_refused(options: dict[str, Any]) -> None:
+def test_delay_and_overlap_need_static_replicas(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="TorchFTGroup"):
         sc.MomentumExchange(
             [nn.Parameter(torch.ones(64, 64))], process_group=TorchFTGroup(ScriptedManager([]), None), **options
         )
 
 
-def test_a_manager_that_heals_meanwhile_is_refused() -> None:
+def test_asynchronous_quorum_is_refused() -> None:
     manager = ScriptedManager([])
     manager._use_async_quorum = True
     with pytest.raises(UserError, match="use_async_quorum=False"):
@@ -198,7 +198,7 @@ def replica(name: str, address: str, folder: Path, enough: Path, exchange: str) 
     torch.manual_seed(int(name))  # a different seed per replica: the manager synchronizes the weights
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     replicas = TorchFTGroup(manager, group)
-    optimizer = optimizer_of(net, replicas, exchange=exchange, check_every=5)
+    optimizer = make_optimizer(net, replicas, exchange=exchange, check_every=5)
     replicas.join(net, optimizer)
     steps = 0
     log = (folder / f"{name}.jsonl").open("a")
@@ -271,7 +271,7 @@ class Replicas:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("exchange", ["all_gather", pytest.param("owner", marks=pytest.mark.slow)])
-def test_one_is_killed_and_another_comes(tmp_path: Path, exchange: str) -> None:
+def test_killed_replica_is_replaced(tmp_path: Path, exchange: str) -> None:
     replicas = Replicas(tmp_path, exchange)
     try:
         for name in ("0", "1", "2"):
@@ -290,7 +290,7 @@ def test_one_is_killed_and_another_comes(tmp_path: Path, exchange: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_one_is_stopped_and_wakes(tmp_path: Path) -> None:
+def test_stopped_replica_joins_again(tmp_path: Path) -> None:
     """The resumed replica does not train alone and takes over the state of the others."""
     replicas = Replicas(tmp_path, "all_gather")
     try:

@@ -59,10 +59,10 @@ def replica(rank: int, folder: Path, port: int, victim: int, what: signal.Signal
         (2, signal.SIGSTOP, {}, "no answer from rank 2 of 3"),
         pytest.param(2, signal.SIGKILL, {"exchange": "owner"}, "no answer from rank 2 of 3", marks=pytest.mark.slow),
         (1, signal.SIGKILL, {"delay": 1}, "no answer from rank 1 of 3"),
-        (0, signal.SIGSTOP, {}, "with the store of the group, usually rank 0, does not answer"),
+        (0, signal.SIGSTOP, {}, "holds the store of the group, in general rank 0, does not answer"),
     ],
 )
-def test_the_others_stop_and_name_it(
+def test_failed_rank_is_named_by_the_others(
     tmp_path: Path, victim: int, what: signal.Signals, options: dict[str, Any], text: str
 ) -> None:
     with socket.socket() as found:
@@ -78,7 +78,7 @@ def test_the_others_stop_and_name_it(
             step, outcome = (tmp_path / f"{rank}").read_text().split(" ", 1)
             assert int(step) <= LAST_STEP + 1, "it went on alone"
             assert text in outcome
-            assert "Restart all processes together from the last checkpoint" in outcome
+            assert "Start the run again from its last checkpoint" in outcome
         if what == signal.SIGSTOP:
             os.kill(processes[victim].pid, signal.SIGCONT)
             wait_until(lambda: (tmp_path / f"{victim}").exists(), 60)
@@ -109,13 +109,13 @@ class Store:
     ("notes", "questions", "text"),
     [
         ({0, 1, 2}, 10, r"^no answer from rank 3 of 4 \("),
-        ({1, 2}, 10, r"^no answer from ranks 0, 3 of 4; at least one of them is gone \("),
+        ({1, 2}, 10, r"^no sign from ranks 0, 3 of 4, of whom at least one is gone \("),
         ({0, 1, 2}, 4, r"^no answer from rank 3 of 4 \("),  # rank 0 knew it too, and has already exited
-        ({0, 1, 2}, 3, "^the process with the store of the group, usually rank 0, does not answer"),
-        ({0, 1, 2, 3}, 10, "^a connection between the processes broke, although all of them are running"),
+        ({0, 1, 2}, 3, "^the process that holds the store of the group, in general rank 0, does not answer"),
+        ({0, 1, 2, 3}, 10, "^the connection between the processes broke, and all are still there"),
     ],
 )
-def test_who_is_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
+def test_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch, notes: set[int], questions: int, text: str) -> None:
     monkeypatch.setattr(failures, "WAIT_S", 0.3)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
