@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.families import made
+from tensor.families import make_model
 from torch import Tensor, nn
 from transformers import (
     CLIPConfig,
@@ -782,7 +782,7 @@ def test_transformer_encoder_layer_rounds_in_eval() -> None:
 
 
 def test_quantize_training_warns_about_unquantized_experts(caplog: pytest.LogCaptureFixture) -> None:
-    sc.quantize_training(made("mixtral"), weights="int4")
+    sc.quantize_training(make_model("mixtral"), weights="int4")
     assert "of the matrix parameters stay unquantized" in caplog.text
     assert "experts.gate_up_proj" in caplog.text
     caplog.clear()
