@@ -49,16 +49,17 @@ def _train(
     from scantling.trainer.training.run import train as run_training
 
     if dry_run:
-        from scantling.trainer.planning.plan import plan as make_plan
+        from scantling.trainer.planning.plan import plan_run, planned_device
+        from scantling.trainer.planning.resolve import resolve_run
 
         sink.phase("planning")
         checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        processes = world_size_from_env()
-        planned = make_plan(checked, world_size=processes)
+        run = resolve_run(checked, world_size=world_size_from_env(), device=planned_device(checked))
+        planned = plan_run(run)
         sink.phase(None)
         console.print(planned.table())
         sink.phase("checking the data")
-        fit = check_run(checked, folder, planned, resume=resume, force=force, world_size=processes)
+        fit = check_run(run, folder, planned, resume=resume, force=force)
         sink.phase(None)
         console.print(str(fit), markup=False)
         memory = ", but it needs more memory" if fit.fits is False else ""

@@ -309,7 +309,7 @@ class Fit:
 
     def _flat_directions(self) -> dict[str, str]:
         """Return the constants that can move together, to first order, without any change of the losses."""
-        values, vectors = np.linalg.eigh(self._problem.hessian(self._theta))
+        values, vectors = np.linalg.eigh(self._hessian)
         flat = vectors[:, values < values[-1] / WORST_CONDITION]
         shares = np.abs(flat @ flat.T)  # the projection on all flat directions does not depend on their basis
         reasons = {}
@@ -334,13 +334,17 @@ class Fit:
 
     def _ridge(self, i: int) -> Array:
         """Return the first-order change of all coordinates at their minimum as coordinate i moves by 1."""
-        hessian = self._problem.hessian(self._theta)
+        hessian = self._hessian
         others = [k for k in range(len(self._theta)) if k != i]
         change = np.zeros(len(self._theta))
         change[i] = 1.0
         if others:
             change[others] = -np.linalg.lstsq(hessian[np.ix_(others, others)], hessian[others, i], rcond=1e-12)[0]
         return np.clip(change, -3.0, 3.0)
+
+    @cached_property
+    def _hessian(self) -> Array:
+        return self._problem.hessian(self._theta)
 
     @cached_property
     def _scale(self) -> float:
@@ -354,7 +358,7 @@ class Fit:
 
     def _correlated(self, i: int) -> str:
         """Return a text with the constant most correlated with constant i, or an empty one."""
-        covariance = np.linalg.pinv(self._problem.hessian(self._theta), rcond=1e-12)
+        covariance = np.linalg.pinv(self._hessian, rcond=1e-12)
         deviation = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
         correlation = np.abs(covariance[i] / (deviation * deviation[i]))
         correlation[i] = 0.0

@@ -112,9 +112,11 @@ def render(runs: Sequence[Run]) -> str:
         charts=_charts(runs),
         plans=_plan_lines(runs),
         notes=list(dict.fromkeys(note for run in runs for note in _texts(run.plan.get("notes")))),
-        differences=_different_values([dict(flatten(run.recipe)) for run in runs], leave_out={"name"}),
+        differences=[
+            row for row in _merge_columns([run.recipe for run in runs]) if row[0] != "name" and len(row[1]) > 1
+        ],
         recipes=[(run.name, yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)) for run in runs],
-        environment_rows=_merge_columns([dict(flatten(run.environment)) for run in runs]),
+        environment_rows=_merge_columns([run.environment for run in runs]),
         missing=MISSING,
         quiet=(MISSING, SAME),
         exact=EXACT,
@@ -252,15 +254,9 @@ def _tokens_per_step(run: Run) -> float | None:
         return finite_or_none(float(np.median(steps))) if len(steps) else None
 
 
-def _different_values(flat: Sequence[Mapping[str, Any]], leave_out: set[str]) -> list[tuple[str, list[str]]]:
-    """Return the keys in which the mappings differ, each with its value in all of them."""
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys if key not in leave_out]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _merge_columns(flat: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return every key with its values, or with one value if all are equal."""
+def _merge_columns(mappings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return every dotted key with its values, or with one value if all are equal."""
+    flat = [dict(flatten(mapping)) for mapping in mappings]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [_text(one.get(key)) for one in flat]) for key in keys]
     return [(key, values[:1] if len(set(values)) == 1 else values) for key, values in rows]

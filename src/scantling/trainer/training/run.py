@@ -140,9 +140,7 @@ def load_run_recipe(
     return load_recipe(recipe, settings, sections=overrides), run_dir
 
 
-def check_run(
-    recipe: Recipe, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool, world_size: int
-) -> Fit:
+def check_run(run: ResolvedRun, run_dir: Path | None, planned: Plan, *, resume: bool, force: bool) -> Fit:
     """Raise the error with which `train` would refuse a run before its first step; nothing is written.
 
     Returns:
@@ -151,13 +149,12 @@ def check_run(
     Raises:
         UserError: device, run directory or data cannot be used, or the memory is certainly too small.
     """
-    device = device_type(recipe.train.device)
+    device_type(run.recipe.train.device)  # raises if this machine lacks the device
     if run_dir is not None:
-        check_folder(RunDir(run_dir), recipe, resume=resume, force=force)
-    run = resolve_run(recipe, world_size=world_size, device=device)
+        check_folder(RunDir(run_dir), run.recipe, resume=resume, force=force)
     _check_extras(run)
-    run.task.check_data(recipe.data)
-    fit = check_fit(recipe, planned)
+    run.task.check_data(run.recipe.data)
+    fit = check_fit(run.recipe, planned)
     if fit.is_impossible:
         raise UserError(f"the run {fit}")
     return fit
