@@ -174,12 +174,12 @@ SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started the processes again, after one of them died."""
+    """Return True if torchrun has restarted the processes after one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def launch_id() -> str:
-    """What this start of torchrun is called, the same after a restart: its id, else the process that it is."""
+    """Return the name of this torchrun start, the same after a restart: its id, or else its host and process."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return name if name != "none" else f"{platform.node()} {os.getppid()}"
 
