@@ -31,7 +31,6 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "galore": (GALORE, None),
     "cores": (ADAMW, CORES),
     **{f"cores-{name}": (ADAMW, {**CORES, "size_target": target}) for name, target in TARGETS.items()},
-    "cores-0.2-price": (ADAMW, {**CORES, "size_target": 0.2, "adapter": {"schedule": "controlled"}}),
 }
 """Optimizer and tensor section of each row."""
 ADAPT, BEGIN = 0.75, 0.5

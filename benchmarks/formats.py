@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.groups import MatrixDims, Role
-from scantling.tensor.formats import FORMATS
 from scantling.tensor.modes import split
+from scantling.tensor.options import FORMATS
 from scantling.tensor.shared_input import fuse_shared_inputs
 
 Roles = dict[str, tuple[Role, MatrixDims | None]]

@@ -23,7 +23,7 @@ in runs of two epochs, because in runs of less than one a rate that is too high 
 is the accuracy on held-out pairs, not the loss: in the second epoch the dense model begins to overfit, and its held-out
 loss rises while its accuracy does not fall. Dense embeddings learn at the same rate in all rows. A size target takes
 the rate of the TT model it starts from. Ranks are reduced in the third epoch, when a model has learned how important
-they are. In `cores-0.2-price`, ranks follow a controlled price instead of their importance.
+they are.
 
 GaLore has a quarter of the width as its rank, as its authors train Llamas. Speed and memory are also measured at 30,
 the rank of the TT layers. Memory is also measured, without an aim, for the authors' variant that steps each parameter

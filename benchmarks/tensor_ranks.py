@@ -1,4 +1,4 @@
-"""Compare ways to reduce ranks: by importance, by a controlled price, as in the paper, or small from the start.
+"""Compare ways to reduce ranks: by importance, as in the paper, or small from the start.
 
     python benchmarks/tensor_ranks.py adapt      every schedule at the same size targets, in the same data order
     python benchmarks/tensor_ranks.py start      orthonormal and Gaussian cores, and two thin matrices, by learning rate
@@ -10,9 +10,9 @@
 The decoder is that of optim_quality.py with TT layers of rank 24. The ranks are reduced over the first half of the run.
 `not held` is the paper's schedule alone; all other schedules are forced to the target at the end. Rank gates learn at
 ten times the rate of the run, about as in the code of the paper's authors; in `slow controls`, at the run's rate. Rows
-`with controls` prune nothing and show how such a fast-learning scale of each rank affects training. `no slack` keeps
-the size on its planned path at every step. Halfway through the run, `importance, all at once` prunes the ranks that
-matter least to the loss, and `one cut` prunes those that contribute least to the weights.
+`with controls` prune nothing and show how such a fast-learning scale of each rank affects training.
+Halfway through the run, `importance, all at once` prunes the ranks that matter least to the loss, and `one cut` prunes
+those that contribute least to the weights.
 
 `small from the start` trains with the same rank in every layer and as many parameters, or a few percent more. All
 schedules share one learning rate; those in MAIN and WHOLE have three seeds. `cut` uses a 2-layer decoder of width 768
@@ -61,17 +61,12 @@ STARTS = (
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores have at least as many parameters
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
-KEPT = {"size_target": 0.99, "adapter": {"schedule": "controlled", "price": 0.0}}
+KEPT = {"size_target": 0.99, "adapter": {"schedule": "paper", "gamma": 0.0}}
 """Settings with rank gates that are never pruned."""
-CONTROLLED = {"schedule": "controlled"}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "importance": {},
     "importance, slow controls": {"control_lr_scale": 1.0},
     "importance, all at once": {"adapter": {"begin": 149}},
-    "controlled": {"adapter": CONTROLLED},
-    "controlled, slow controls": {"adapter": CONTROLLED, "control_lr_scale": 1.0},
-    "controlled, no slack": {"adapter": {**CONTROLLED, "slack": 0.0}},
-    "controlled, no price": {"adapter": {**CONTROLLED, "price": 0.0}},
     "one cut": {"adapter": {"schedule": "paper", "gamma": 0.0}},
     "paper, early, gamma 0.1": {"adapter": {"schedule": "paper", "gamma": 0.1}},
     "paper, early, gamma 1": {"adapter": {"schedule": "paper", "gamma": 1.0}},
@@ -81,7 +76,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 """Further keys of the recipe's `tensor` section for each schedule, next to ranks and target."""
 SMALL = ("small from the start", "small from the start, with controls")
-MAIN = (*SMALL, "importance", "controlled", "paper, late")
+MAIN = (*SMALL, "importance", "paper, late")
 """Schedules run at every target and with every seed; the others run at the lowest target with the first seed."""
 WHOLE = ("all ranks", "all ranks, with controls")
 

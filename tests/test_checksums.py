@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tensor.families import made
+from tensor.families import make_model
 
 import scantling as sc
 from scantling.checksums import CHECKSUMS, check_checksums, write_checksums
@@ -137,5 +137,5 @@ def test_train_refuses_a_damaged_export(
 
 
 def test_save_pretrained_folders_load_without_checksums(tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     sc.load(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tensor.families import made
+from tensor.families import make_model
 
 import scantling as sc
 from scantling.errors import UserError
@@ -24,23 +24,23 @@ CASES = int(os.environ.get("SCANTLING_TESTS_DAMAGE", "60"))
 
 
 def _dense(folder: Path) -> None:
-    made("llama").save_pretrained(folder)
+    make_model("llama").save_pretrained(folder)
 
 
 def _sharded(folder: Path) -> None:
-    made("gpt2").save_pretrained(folder, max_shard_size="20KB")
+    make_model("gpt2").save_pretrained(folder, max_shard_size="20KB")
 
 
 def _tt(folder: Path) -> None:
-    sc.tensorize(made("llama"), 4).save_pretrained(folder)
+    sc.tensorize(make_model("llama"), 4).save_pretrained(folder)
 
 
 def _packed(folder: Path) -> None:
-    save_quantized(sc.quantize_weights(made("llama"), "int4"), folder)
+    save_quantized(sc.quantize_weights(make_model("llama"), "int4"), folder)
 
 
 def _packed_tt(folder: Path) -> None:
-    save_quantized(sc.quantize_weights(sc.tensorize(made("llama"), 4), "mxfp4_e2m1"), folder)
+    save_quantized(sc.quantize_weights(sc.tensorize(make_model("llama"), 4), "mxfp4_e2m1"), folder)
 
 
 KINDS = {"dense": _dense, "sharded": _sharded, "tt": _tt, "packed": _packed, "packed-tt": _packed_tt}
@@ -120,7 +120,7 @@ def test_load_ignores_byte_order_marks(kind: str, folders: Callable[[str], Path]
 
 
 def test_load_of_huge_group_size_takes_no_memory(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": 32})
+    model = sc.quantize_weights(make_model("llama"), {"format": "int4", "group_size": 32})
     save_quantized(model, tmp_path / "out")
     (tmp_path / "out" / "scantling.sha256").unlink()
     index = tmp_path / "out" / "quantized.json"
@@ -140,7 +140,7 @@ def test_load_refuses_unknown_architectures(name: str, folders: Callable[[str], 
 
 
 def test_load_names_weights_of_other_shapes(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(5)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -152,7 +152,7 @@ def test_load_names_weights_of_other_shapes(folders: Callable[[str], Path], tmp_
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "mixtral"])
 def test_load_names_layers_missing_in_the_config(family: str, tmp_path: Path) -> None:
-    made(family).save_pretrained(tmp_path)
+    make_model(family).save_pretrained(tmp_path)
     load(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     key = next(key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in content)
@@ -164,7 +164,7 @@ def test_load_names_layers_missing_in_the_config(family: str, tmp_path: Path) ->
 
 
 def test_load_ignores_tensors_without_a_layer(tmp_path: Path) -> None:
-    made("bert").save_pretrained(tmp_path)
+    make_model("bert").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["cls.seq_relationship.weight"] = torch.ones(2, 2)  # belongs to a head for another task
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

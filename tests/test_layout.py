@@ -88,17 +88,7 @@ def test_imports_point_down(path: Path) -> None:
             assert method(imported) == method(module), f"{module} imports another method: {imported}"
 
 
-CYCLES = ("tensor",)
-"""Packages that still have a cycle."""
-
-
-@pytest.mark.parametrize(
-    "package",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True)) if name in CYCLES else name
-        for name in sorted({module.split(".")[0] for module in MODULES})
-    ],
-)
+@pytest.mark.parametrize("package", sorted({module.split(".")[0] for module in MODULES}))
 def test_imports_form_no_cycle(package: str) -> None:
     graph = {
         module: {name for name in imports(path) if name != module}

@@ -63,7 +63,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
 
 def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     """Four micro-batches, one price: the gates' gradient is that of the data plus that of the price, once."""
-    made, adapter = trainer(tmp_path, steps=1, schedule="controlled", price=7.0)
+    made, adapter = trainer(tmp_path, steps=1, schedule="paper", gamma=7.0)
     control = next(layer.rank_gates[0] for layer in adapter.layers.values() if layer.rank_gates is not None)
     seen: list[torch.Tensor] = []
 
@@ -75,7 +75,7 @@ def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
     place = next(index for index, one in enumerate(callbacks) if isinstance(one, sc.hf.RankCallback))
     callbacks[place : place + 1] = [Look(), callbacks[place], Look()]
     made.train()
-    fresh, again = trainer(tmp_path / "again", steps=1, schedule="controlled", price=7.0)
+    fresh, again = trainer(tmp_path / "again", steps=1, schedule="paper", gamma=7.0)
     again.loss(torch.zeros(())).backward()
     wanted = next(layer.rank_gates[0] for layer in again.layers.values() if layer.rank_gates is not None).grad
     assert fresh is not made
@@ -121,7 +121,7 @@ def test_resume_is_bitwise(tmp_path: Path, pair: Any) -> None:
 
 
 def test_a_late_stage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="late stage weighs the loss"):
+    with pytest.raises(UserError, match="late stage weights the task loss"):
         trainer(tmp_path, schedule="paper", early_steps=3)
 
 
@@ -152,7 +152,7 @@ def test_the_small_model_is_trained_on_by_the_same_trainer(tmp_path: Path) -> No
 def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, adapter = trainer(tmp_path, steps=3)
     made.train()
-    assert "the training ended after 3 of the 6 steps" in caplog.text
+    assert "training ended after 3 of the 6 steps" in caplog.text
     assert adapter.is_attached
 
 
@@ -165,7 +165,7 @@ def test_callbacks_that_are_made_anew_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "adds"), [({}, False), ({"beta": 0.1}, True), ({"schedule": "controlled"}, True)], ids=str
+    ("options", "adds"), [({}, False), ({"beta": 0.1}, True), ({"schedule": "paper"}, True)], ids=str
 )
 def test_what_would_be_added_to_scaled_gradients_is_refused(tmp_path: Path, options: Any, adds: bool) -> None:
     made, _ = trainer(tmp_path, **options)

@@ -262,7 +262,7 @@ def test_stacked_experts_share_only_the_clip() -> None:
     grads = gradients((3, 20, 17), 20)
     options: dict[str, Any] = {"debias": True, "betas": CONFIDENT}
 
-    def apart(threshold: float) -> tuple[Tensor, Tensor]:
+    def step_separately(threshold: float) -> tuple[Tensor, Tensor]:
         stack = parameter((3, 20, 17))
         singles = [nn.Parameter(expert.clone()) for expert in stack.detach()]
         for i, single in enumerate(singles):
@@ -271,8 +271,8 @@ def test_stacked_experts_share_only_the_clip() -> None:
             singles
         ).detach()
 
-    torch.testing.assert_close(*apart(1e6), rtol=1e-12, atol=1e-12)
-    stacked, single = apart(0.5)
+    torch.testing.assert_close(*step_separately(1e6), rtol=1e-12, atol=1e-12)
+    stacked, single = step_separately(0.5)
     assert (stacked - single).abs().max() > 1e-4
 
 

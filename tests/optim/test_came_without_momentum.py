@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": BETAS, "debias": True, "weight_d
 SHAPES = ((40, 33), (3, 20, 18), (8, 4, 3, 3), (50, 4), (70,), ())
 
 
-def params_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
@@ -37,7 +37,7 @@ def stepped(params: list[nn.Parameter], optimizer: CAME, steps: range) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_momentum_keeps_no_state(dtype: torch.dtype) -> None:
-    params = params_of(dtype)
+    params = make_params(dtype)
     optimizer = CAME(params, rounding="compensated", **OPTIONS)
     stepped(params, optimizer, range(2))
     low = dtype == torch.bfloat16
@@ -61,7 +61,7 @@ def confidence_bytes() -> int:
 
 @pytest.mark.parametrize("foreach", [None, False])
 def test_state_without_momentum_resumes(foreach: bool | None) -> None:
-    params = params_of()
+    params = make_params()
     optimizer = CAME(params, foreach=foreach, **OPTIONS)
     stepped(params, optimizer, range(3))
     others = copy.deepcopy(params)
@@ -72,9 +72,9 @@ def test_state_without_momentum_resumes(foreach: bool | None) -> None:
     assert all(map(torch.equal, params, others))
     for saved, given in (
         (optimizer, (0.9, *BETAS[1:])),
-        (CAME(params_of(), **{**OPTIONS, "betas": (0.9, 0.9, 0.9)}), BETAS),
+        (CAME(make_params(), **{**OPTIONS, "betas": (0.9, 0.9, 0.9)}), BETAS),
     ):
-        other = CAME(params_of(), **{**OPTIONS, "betas": given})
+        other = CAME(make_params(), **{**OPTIONS, "betas": given})
         with pytest.raises(
             UserError, match=r"with betas\[0\] = 0 no momentum is kept; build the optimizer with the same"
         ):
@@ -85,7 +85,7 @@ def test_state_without_momentum_resumes(foreach: bool | None) -> None:
 
 @pytest.mark.parametrize(("place", "dim"), [(0, 0), (0, 1), (1, 2), (2, 0), (3, 0), (4, 0)])
 def test_slice_without_momentum(place: int, dim: int) -> None:
-    params = params_of()
+    params = make_params()
     optimizer = CAME(params, **OPTIONS)
     stepped(params, optimizer, range(3))
     param = params[place]
@@ -118,13 +118,13 @@ def test_released_gradients_match_steps() -> None:
 
 def test_groups_with_and_without_momentum() -> None:
     """Parameters with an exchanged momentum need none; embeddings, whose gradients are averaged, keep it in int8."""
-    params = params_of()
+    params = make_params()
     groups = [{"params": params[:1], "betas": BETAS}, {"params": params[1:]}]
     optimizer = CAME(groups, momentum="int8", lr=1e-2, betas=(0.9, 0.95, 0.995), debias=True)
     stepped(params, optimizer, range(2))
     assert set(optimizer.state[params[0]]) == {"step", "row", "col"}
     assert "exp_avg_codes" in optimizer.state[params[1]]
-    alone = params_of()[:1]
+    alone = make_params()[:1]
     stepped(alone, single := CAME(alone, lr=1e-2, betas=BETAS, debias=True), range(2))
     assert torch.equal(alone[0], params[0])
     single.param_groups[0]["betas"] = (0.9, 0.95, 0.995)
@@ -136,13 +136,13 @@ def test_codec_without_momentum_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"momentum='int8' is the codec of a momentum, and with betas\[0\] = 0 there is none"
     ):
-        CAME(params_of(), lr=1e-3, betas=BETAS, momentum="int8")
+        CAME(make_params(), lr=1e-3, betas=BETAS, momentum="int8")
 
 
 def as_on_one_device() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for dim in (0, 1):
-        whole = params_of()
+        whole = make_params()
         parts = [
             nn.Parameter(distribute_tensor(param.detach().clone(), mesh, [Shard(dim)]))
             for param in whole

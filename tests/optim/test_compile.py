@@ -42,7 +42,7 @@ def calls(source: Path) -> int:
     return len((source.parent / "calls").read_text().splitlines())
 
 
-def folder_of(source: Path) -> Path:
+def library_folder(source: Path) -> Path:
     return source.parent / "cache" / "native"
 
 
@@ -59,8 +59,8 @@ def test_load_library_compiles_once_per_source_flags_and_compiler(
     assert calls(source) == 3
     monkeypatch.setenv("CC", "cc")
     load(source)
-    assert len(list(folder_of(source).glob("three-*.so"))) == 4
-    assert not list(folder_of(source).glob("tmp-*"))
+    assert len(list(library_folder(source).glob("three-*.so"))) == 4
+    assert not list(library_folder(source).glob("tmp-*"))
 
 
 def test_load_library_keeps_a_private_folder(source: Path) -> None:
@@ -69,14 +69,14 @@ def test_load_library_keeps_a_private_folder(source: Path) -> None:
         load(source)
     finally:
         os.umask(before)
-    paths = [folder_of(source), *folder_of(source).iterdir()]
+    paths = [library_folder(source), *library_folder(source).iterdir()]
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "link", "writable"])
 def test_load_library_compiles_again_if_damaged(source: Path, damage: str) -> None:
     load(source)
-    (library,) = folder_of(source).glob("*.so")
+    (library,) = library_folder(source).glob("*.so")
     content = library.read_bytes()
     library.unlink()  # replaced by a new file, because the process has loaded the old one
     if damage == "link":
@@ -100,7 +100,7 @@ def test_load_library_compiles_aside_without_a_private_folder(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    folder = folder_of(source)
+    folder = library_folder(source)
     if problem == "no cache folder":
         monkeypatch.setenv("SCANTLING_CACHE", "/proc/no/such/folder")
     else:
@@ -124,7 +124,7 @@ def test_load_library_quotes_a_compiler_that_fails(source: Path) -> None:
     source.write_text("int three(void) { return missing; }\n")
     with pytest.raises(CompileError, match="missing"):
         load_library(source, ["-shared", "-fPIC"])
-    assert [path.name for path in folder_of(source).iterdir()] == ["lock"]
+    assert [path.name for path in library_folder(source).iterdir()] == ["lock"]
 
 
 LOAD = (
@@ -153,8 +153,8 @@ def test_load_library_leaves_nothing_after_a_kill(
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert list(folder_of(source).glob("tmp-*"))
+    assert list(library_folder(source).glob("tmp-*"))
     load(source)
-    names = [path.name for path in folder_of(source).iterdir()]
+    names = [path.name for path in library_folder(source).iterdir()]
     assert not [name for name in names if name.startswith("tmp-")]
-    assert stat.S_ISREG(next(folder_of(source).glob("*.so")).stat().st_mode)
+    assert stat.S_ISREG(next(library_folder(source).glob("*.so")).stat().st_mode)

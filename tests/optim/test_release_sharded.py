@@ -26,7 +26,7 @@ WIDTH, VOCABULARY, STEPS = 24, 50, 4
 
 
 class Block(nn.Module):
-    """Two layers, of which `maybe` is unused if `skip` says so."""
+    """Two layers and `maybe`, which is not used if `skip` is set."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def build(seed: int = 0, **options: Any) -> Decoder:
     return Decoder(**options)
 
 
-def optimizer_of(model: nn.Module) -> CAME:
+def make_optimizer(model: nn.Module) -> CAME:
     return CAME(param_groups(model, weight_decay=0.1), lr=3e-3, betas=(0.9, 0.95, 0.995), debias=True)
 
 
@@ -103,7 +103,7 @@ def largest_error(model: nn.Module, wanted: nn.Module) -> float:
     return max(errors)
 
 
-def is_that_of_ordinary_steps(
+def matches_ordinary_steps(
     modules: Callable[[Decoder], list[Any]],
     model_options: dict[str, Any],
     shard_options: dict[str, Any],
@@ -123,7 +123,7 @@ def is_that_of_ordinary_steps(
     groups = shard(ordinary, modules, **shard_options)
     shard(released, modules, **shard_options)
     models = [whole, ordinary, released]
-    optimizers = [optimizer_of(model) for model in models]
+    optimizers = [make_optimizer(model) for model in models]
     largest = max(len(list(module.parameters())) for module in ([whole, *whole.blocks]))
     alive: list[int] = []
     release_gradients(
@@ -180,10 +180,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 SOME = ("several modules", "tied", "parameters unused", "accumulated without exchange")
 
 
-def each_of(names: Iterable[str]) -> None:
+def for_each(names: Iterable[str]) -> None:
     for name in names:
         try:
-            is_that_of_ordinary_steps(*CASES[name])
+            matches_ordinary_steps(*CASES[name])
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -193,15 +193,15 @@ def each_of(names: Iterable[str]) -> None:
 )
 def test_release_matches_ordinary_steps(world: int, names: tuple[str, ...]) -> None:
     """With three ranks, shards are uneven; everything else is independent of the number of ranks."""
-    run(world, each_of, names)
+    run(world, for_each, names)
 
 
 def all_ranks_take_part() -> None:
-    """A rank without a use of a parameter exchanges zeros, if FSDP2 is told to, and steps it with the others."""
+    """A rank without a use of a parameter exchanges zeros, if FSDP2 is set to, and steps it with the others."""
     whole, released = build(), build()
     shard(released, blocks)
     released.set_reduce_scatter_unused_params(True)
-    optimizers = [optimizer_of(whole), optimizer_of(released)]
+    optimizers = [make_optimizer(whole), make_optimizer(released)]
     release_gradients(released, optimizers[1])
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
@@ -220,7 +220,7 @@ def two_roots_and_plain_parameters() -> None:
     whole, released = build(), build()
     for module in (released.embed, *released.blocks):
         fully_shard(module)
-    optimizers = [optimizer_of(whole), optimizer_of(released)]
+    optimizers = [make_optimizer(whole), make_optimizer(released)]
     handle = release_gradients(released, optimizers[1], accumulation=2)
     for step in range(STEPS):
         for _ in range(2):
@@ -241,8 +241,8 @@ def two_roots_and_plain_parameters() -> None:
 
 def on_two_mesh_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    is_that_of_ordinary_steps(blocks, {}, {"mesh": mesh}, ALL)
-    is_that_of_ordinary_steps(blocks, {}, {"mesh": mesh}, ALL, 2, False)
+    matches_ordinary_steps(blocks, {}, {"mesh": mesh}, ALL)
+    matches_ordinary_steps(blocks, {}, {"mesh": mesh}, ALL, 2, False)
     with_tensor_parallelism(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
 
 
@@ -258,7 +258,7 @@ def with_tensor_parallelism(mesh: DeviceMesh) -> None:
         rank = mesh.get_local_rank("data")
         for module in (*released.blocks, released):
             fully_shard(module, mesh=mesh["data"], shard_placement_fn=across)
-    optimizers = [optimizer_of(whole), optimizer_of(released)]
+    optimizers = [make_optimizer(whole), make_optimizer(released)]
     release_gradients(released, optimizers[1])
     for step in range(STEPS):
         for other in range(2 if data else 1):

@@ -6,9 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tensor.families import made
+from tensor.families import make_model
 from torch import nn
 
 import scantling as sc
@@ -27,6 +24,7 @@ from scantling.numerics.formats import parse_format
 from scantling.precision import Quantizer, quantized_weights, save_quantized
 from scantling.precision.packed_files import read_quantized
 from scantling.precision.packing import PackedMatrix, format_values, to_patterns
+from tests import processes
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp5_e3m1", "fp4_e2m1", "fp3_e1m1", "fp4_e3m0"]
@@ -79,7 +77,7 @@ def test_packed_matrix_roundtrip_is_bitwise(given: Any) -> None:
 )
 @pytest.mark.parametrize("format", ["int3", {"format": "int4", "group_size": 12}])
 def test_save_quantized_roundtrip_is_bitwise(family: str, format: Any, tmp_path: Path) -> None:
-    model = made(family).to(torch.bfloat16 if family == "gpt2" else torch.float32)
+    model = make_model(family).to(torch.bfloat16 if family == "gpt2" else torch.float32)
     sc.quantize_weights(model, format, filter_fn=(lambda *_: True) if family == "llama-tied" else None)
     saved = save_quantized(model, tmp_path / "out")
     assert_same(sc.load(tmp_path / "out"), model)
@@ -101,7 +99,7 @@ def assert_same(loaded: Any, model: Any) -> None:
 
 
 def test_save_quantized_roundtrip_of_tt_model(tmp_path: Path) -> None:
-    model = made("llama-tied")
+    model = make_model("llama-tied")
     sc.tensorize(model, rank=5)
     sc.quantize_weights(model, "int4", filter_fn=lambda *_: True)
     save_quantized(model, tmp_path / "out")
@@ -113,7 +111,7 @@ def test_save_quantized_roundtrip_of_tt_model(tmp_path: Path) -> None:
 
 
 def test_save_quantized_packs_equal_weights_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = made("vit")
+    model = make_model("vit")
     zeroed = [layer for name, layer in model.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))]
     assert len(zeroed) == 3
     for layer in zeroed:
@@ -128,7 +126,7 @@ def test_save_quantized_packs_equal_weights_separately(tmp_path: Path, caplog: p
 
 
 def test_save_quantized_keeps_fp16_finite(tmp_path: Path) -> None:
-    model = made("llama").half()
+    model = make_model("llama").half()
     largest = torch.finfo(torch.float16).max
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([largest, -largest])
@@ -158,7 +156,7 @@ def test_save_quantized_packs_both_names_of_a_tie(tmp_path: Path) -> None:
 
 
 def test_save_quantized_takes_numpy_group_size(tmp_path: Path) -> None:
-    model = sc.quantize_weights(made("llama"), {"format": "int4", "group_size": np.int64(8)})
+    model = sc.quantize_weights(make_model("llama"), {"format": "int4", "group_size": np.int64(8)})
     save_quantized(model, tmp_path / "out")
     assert_same(sc.load(tmp_path / "out"), model)
 
@@ -180,7 +178,7 @@ def test_save_quantized_stores_few_scales_as_bytes(tmp_path: Path) -> None:
 def test_save_quantized_unpacked_loads_in_transformers(tmp_path: Path) -> None:
     import transformers as hf
 
-    model = sc.quantize_weights(made("llama"), "int4")
+    model = sc.quantize_weights(make_model("llama"), "int4")
     saved = save_quantized(model, tmp_path / "plain", packed=False)
     assert saved.written == saved.plain
     assert_same(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), model)
@@ -190,7 +188,7 @@ def test_save_quantized_unpacked_loads_in_transformers(tmp_path: Path) -> None:
 
 
 def test_save_quantized_refuses_unsuitable_models(tmp_path: Path) -> None:
-    model = made("llama")
+    model = make_model("llama")
     with pytest.raises(UserError, match="no quantized weights"):
         save_quantized(model, tmp_path / "out")
     sc.quantize_weights(model, "int4")
@@ -208,7 +206,7 @@ def test_save_quantized_refuses_unsuitable_models(tmp_path: Path) -> None:
 
 
 def test_save_quantized_leaves_nothing_on_a_full_disk(tmp_path: Path) -> None:
-    model = sc.quantize_weights(made("llama"), "int4")
+    model = sc.quantize_weights(make_model("llama"), "int4")
     (tmp_path / ".out.scantling").mkdir()
     (tmp_path / ".out.scantling" / "left by one that was killed").touch()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -223,27 +221,23 @@ def test_save_quantized_leaves_nothing_on_a_full_disk(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
+def save_and_die(folder: Path) -> None:
+    model = sc.quantize_weights(make_model("llama"), "int4")
+    save_quantized(model, folder, also=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def test_save_quantized_leaves_no_folder_when_killed(tmp_path: Path) -> None:
-    script = """
-        import os, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[2])
-        import scantling as sc
-        from scantling.precision import save_quantized
-        from tensor.families import made
-        model = sc.quantize_weights(made("llama"), "int4")
-        save_quantized(model, sys.argv[1], also=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    """
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), tmp_path / "out", tests], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = processes.server().Process(target=save_and_die, args=(tmp_path / "out",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    save_quantized(sc.quantize_weights(make_model("llama"), "int4"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_read_quantized_refuses_damaged_folders(tmp_path: Path) -> None:
-    model = sc.quantize_weights(made("llama"), "int4")
+    model = sc.quantize_weights(make_model("llama"), "int4")
     save_quantized(model, tmp_path / "out")
     (tmp_path / "out" / CHECKSUMS).unlink()  # reach the checks that follow the checksums
     index, tensors = tmp_path / "out" / "quantized.json", tmp_path / "out" / "quantized.safetensors"
@@ -292,12 +286,12 @@ def test_read_quantized_refuses_damaged_folders(tmp_path: Path) -> None:
 def test_save_quantized_keeps_neighboring_folders(tmp_path: Path) -> None:
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "mine").touch()
-    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out")
+    save_quantized(sc.quantize_weights(make_model("llama"), "int4"), tmp_path / "out")
     assert (tmp_path / "out.tmp" / "mine").exists()
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_save_quantized_uses_the_umask(packed: bool, tmp_path: Path) -> None:
-    save_quantized(sc.quantize_weights(made("llama"), "int4"), tmp_path / "out", packed=packed)
+    save_quantized(sc.quantize_weights(make_model("llama"), "int4"), tmp_path / "out", packed=packed)
     files = [path.stat().st_mode for path in (tmp_path / "out").iterdir()]
     assert len(set(files)) == 1

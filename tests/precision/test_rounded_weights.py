@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tensor.families import FAMILIES, batch, made
+from tensor.families import FAMILIES, batch, make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -48,7 +48,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 def build_model(name: str) -> Any:
     torch.manual_seed(0)
     if name in FAMILIES:
-        return made(name)
+        return make_model(name)
     model = OTHERS[name]().eval()
     with torch.no_grad():  # some models draw weights too small for any change to be visible
         for module in model.modules():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.families import FAMILIES, batch, made
+from tensor.families import FAMILIES, batch, make_model
 from torch import Tensor, nn
 
 import scantling as sc
@@ -30,7 +30,7 @@ SEES_ALL = ("bert", "roberta", "vit")
 
 def quantized(family: str, settings: dict[str, Any], *, tt: bool = False) -> Any:
     """Return a quantized model in fp64, so the order of sums almost never moves a value over a rounding boundary."""
-    model = made(family)
+    model = make_model(family)
     if tt:
         sc.tensorize(model, 6)
     if hasattr(model.config, "num_experts_per_tok"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.families import FAMILIES, LENGTH, VOCAB, made
+from tensor.families import FAMILIES, LENGTH, VOCAB, make_model
 from torch import nn
 
 import scantling as sc
@@ -36,10 +36,10 @@ def gptq(model: Any, batch: Any, **settings: Any) -> Any:
 def test_quantize_weights_of_each_family(family: str) -> None:
     batch = inputs(family)
     changes: dict[str, torch.Tensor] = {}
-    before = made(family)
+    before = make_model(family)
     names = [name for name, _ in before.named_parameters()]
     for method in ("rtn", "gptq"):
-        model = sc.quantize_weights(made(family), "int4", method=method, calibration=[batch])
+        model = sc.quantize_weights(make_model(family), "int4", method=method, calibration=[batch])
         changes[method] = (model(**batch).logits - before(**batch).logits).norm()
         assert [name for name, _ in model.named_parameters()] == names
         assert not model.training
@@ -77,7 +77,7 @@ def test_conv1d_channels_are_outputs() -> None:
 
 def test_tt_cores_are_rounded_separately() -> None:
     torch.manual_seed(0)
-    model = made("llama")
+    model = make_model("llama")
     sc.tensorize(model, rank=6)
     layer = model.model.layers[0].mlp.up_proj
     before = [core.detach().clone() for core in layer.cores]
@@ -95,7 +95,7 @@ def test_tt_cores_are_rounded_separately() -> None:
 
 
 def test_gptq_inputs_come_from_quantized_tt_layers() -> None:
-    model = made("llama")
+    model = make_model("llama")
     sc.tensorize(model, rank=6, filter_fn=lambda name, _: "q_proj" in name)
     gptq(model, inputs("llama"))
     methods = {name: weight.method for name, weight in quantized_weights(model).items()}
@@ -104,7 +104,7 @@ def test_gptq_inputs_come_from_quantized_tt_layers() -> None:
 
 
 def test_filter_takes_embeddings_and_keeps_ties() -> None:
-    model = made("llama-tied")
+    model = make_model("llama-tied")
     gptq(model, inputs("llama"), filter_fn=lambda name, layer: "embed" in name or "mlp" in name)
     weights = quantized_weights(model)
     assert set(weights) == {
@@ -113,13 +113,13 @@ def test_filter_takes_embeddings_and_keeps_ties() -> None:
     }
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert weights["model.embed_tokens.weight"].method == "rtn"
-    by_head = gptq(made("llama-tied"), inputs("llama"), filter_fn=lambda name, _: name == "lm_head")
+    by_head = gptq(make_model("llama-tied"), inputs("llama"), filter_fn=lambda name, _: name == "lm_head")
     assert torch.equal(by_head.lm_head.weight, model.lm_head.weight)
     assert [weight.method for weight in quantized_weights(by_head).values()] == ["rtn"]  # its rows are also looked up
 
 
 def test_tied_weight_has_one_record() -> None:
-    model = made("llama-tied")
+    model = make_model("llama-tied")
     sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "embed" in name)
     sc.quantize_weights(model, "int4", filter_fn=lambda name, _: name == "lm_head")
     (weight,) = quantized_weights(model).values()
@@ -143,7 +143,7 @@ def test_calibration_frees_inputs_of_finished_layers() -> None:
 
 
 def test_second_call_quantizes_other_layers() -> None:
-    model = made("llama")
+    model = make_model("llama")
     sc.quantize_weights(model, "int8", filter_fn=lambda name, _: "attn" in name)
     sc.quantize_weights(model, {"format": "fp4_e2m1", "group_size": 8}, filter_fn=lambda name, _: "mlp" in name)
     formats = {name.split(".")[3]: weight.packed.format for name, weight in quantized_weights(model).items()}
@@ -152,7 +152,7 @@ def test_second_call_quantizes_other_layers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_quantize_weights_keeps_the_dtype(dtype: torch.dtype) -> None:
-    model = gptq(made("llama").to(dtype), inputs("llama"))
+    model = gptq(make_model("llama").to(dtype), inputs("llama"))
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert len(quantized_weights(model)) == 7
 
@@ -171,18 +171,18 @@ def test_gptq_inputs_come_from_quantized_layers() -> None:
 def test_calibration_batch_forms_are_equivalent() -> None:
     batch = inputs("llama")
     forms: list[Any] = [batch, IDS, lambda model: model(**batch)]
-    first, *others = [gptq(made("llama").train(), form) for form in forms]
+    first, *others = [gptq(make_model("llama").train(), form) for form in forms]
     assert first.training
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
-    halves = sc.quantize_weights(made("llama"), "int4", method="gptq", calibration=(ids for ids in IDS.split(8)))
+    halves = sc.quantize_weights(make_model("llama"), "int4", method="gptq", calibration=(ids for ids in IDS.split(8)))
     errors = [weight.output_error for weight in quantized_weights(halves).values()]
     assert errors == pytest.approx([weight.output_error for weight in quantized_weights(first).values()], rel=0.2)
 
 
 def test_calibration_blocks_and_hessians() -> None:
     """Decoder layers are processed one by one, with one Hessian per tensor, and passes end at the block's end."""
-    model = made("llama")
+    model = make_model("llama")
     model.model.layers.append(copy.deepcopy(model.model.layers[0]))
     model.config.num_hidden_layers = 2
     calibration = Calibration(model, find_matrices(model), [IDS, IDS[:3]])
@@ -351,7 +351,7 @@ def texts() -> Iterator[torch.Tensor]:
 )
 def test_quantize_weights_refuses_invalid_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        sc.quantize_weights(made("llama"), "int4", **settings)
+        sc.quantize_weights(make_model("llama"), "int4", **settings)
 
 
 def test_quantize_weights_refuses_unusable_weights() -> None:
@@ -367,11 +367,11 @@ def test_quantize_weights_refuses_unusable_weights() -> None:
             sc.quantize_weights(model, "int4")
     quantizer = Quantizer.from_spec({"format": "int4", "rounding": "stochastic"})
     with pytest.raises(UserError, match="needs rounding='nearest'"):
-        sc.quantize_weights(made("llama"), quantizer, method="gptq", calibration=[IDS])
+        sc.quantize_weights(make_model("llama"), quantizer, method="gptq", calibration=[IDS])
 
 
 def test_quantized_weights_refuses_changed_weights() -> None:
-    model = sc.quantize_weights(made("llama"), "int4")
+    model = sc.quantize_weights(make_model("llama"), "int4")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-6
     with pytest.raises(UserError, match=r"up_proj\.weight has changed since it was quantized"):
@@ -387,12 +387,12 @@ def test_quantized_weights_refuses_changed_weights() -> None:
 def test_quantize_weights_of_low_precision_training(family: str) -> None:
     """At the training bits nothing changes; at fewer bits, layers use those and still round activations."""
     batch = inputs(family)
-    model = sc.quantize_training(made(family), weights="int4", activations="int8", kv_cache="int8")
+    model = sc.quantize_training(make_model(family), weights="int4", activations="int8", kv_cache="int8")
     before = model(**batch).logits
     same = sc.quantize_weights(copy.deepcopy(model), "int4")
     torch.testing.assert_close(same(**batch).logits, before, rtol=1e-5, atol=1e-6)
     fewer = sc.quantize_weights(copy.deepcopy(model), "int3", method="gptq", calibration=[batch])
-    expected = made(family)
+    expected = make_model(family)
     expected.load_state_dict(fewer.state_dict())
     sc.quantize_training(expected, activations="int8", kv_cache="int8")
     assert torch.equal(fewer(**batch).logits, expected(**batch).logits)
@@ -451,9 +451,9 @@ def test_gptq_loses_less_than_rtn(bits: int, trained: tuple[Any, ...]) -> None:
 
 
 def test_quantize_weights_warns_about_unquantized_layers(caplog: pytest.LogCaptureFixture) -> None:
-    sc.quantize_weights(made("llama"), "int4")
+    sc.quantize_weights(make_model("llama"), "int4")
     assert "stay unquantized" not in caplog.text
-    sc.quantize_weights(made("mixtral"), "int4")
+    sc.quantize_weights(make_model("mixtral"), "int4")
     assert "quantize_weights: " in caplog.text
     assert "stay unquantized, since their layers are of unknown types: model.layers.0.mlp.gate.weight" in caplog.text
 
@@ -463,7 +463,7 @@ def test_quantize_weights_warns_about_unquantized_layers(caplog: pytest.LogCaptu
 )
 def test_calibration_names_a_batch_the_model_refuses(batch: Any) -> None:
     with pytest.raises(UserError, match="calibration: the model does not take a batch"):
-        gptq(made("llama"), batch)
+        gptq(make_model("llama"), batch)
 
 
 def test_precision_functions_refuse_other_than_models() -> None:

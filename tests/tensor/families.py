@@ -72,7 +72,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0) -> Any:
     """Return a model of a family, in evaluation mode."""
     torch.manual_seed(seed)
     return FAMILIES[family]().eval()

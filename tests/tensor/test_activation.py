@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch, logits, made
+from families import batch, logits, make_model
 from torch import Tensor, nn
 
 import scantling as sc
@@ -26,14 +26,14 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def layer_of(**options: Any) -> TTLinear:
+def make_layer(**options: Any) -> TTLinear:
     torch.manual_seed(0)
     return TTLinear(42, 50, activation="silu", **options).double()
 
 
-def plainly(layer: TTLinear, x: Tensor) -> Tensor:
+def reference_forward(layer: TTLinear, x: Tensor) -> Tensor:
     """Compute the layer by its definition."""
-    first, *rest = layer.gated()
+    first, *rest = layer.gated_cores()
     number = len(layer.in_modes)
     sides = []
     for part in ([first, *rest[: number - 1]], rest[number - 1 :]):
@@ -49,20 +49,20 @@ def plainly(layer: TTLinear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 300])
-def test_it_is_what_its_definition_says(options: dict[str, Any], tokens: int) -> None:
-    layer = layer_of(**options)
+def test_activation_matches_definition(options: dict[str, Any], tokens: int) -> None:
+    layer = make_layer(**options)
     x = torch.randn(tokens, 42, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(layer(x), plainly(layer, x))
-    wanted = torch.autograd.grad(plainly(layer, x).square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(layer(x), reference_forward(layer, x))
+    wanted = torch.autograd.grad(reference_forward(layer, x).square().sum(), [x, *layer.parameters()])
     found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     torch.testing.assert_close(found, wanted)
     with torch.no_grad(), keep_merged(layer):
-        torch.testing.assert_close(layer(x), plainly(layer, x))
+        torch.testing.assert_close(layer(x), reference_forward(layer, x))
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
-def test_no_block_reaches_across_it(options: dict[str, Any]) -> None:
-    layer = layer_of(**options)
+def test_contraction_blocks_do_not_span_activation(options: dict[str, Any]) -> None:
+    layer = make_layer(**options)
     inputs = len(layer.in_modes)
     for merges in (1.0, 0.0):
         for _, steps in best_orders(layer.network, merges):
@@ -70,14 +70,14 @@ def test_no_block_reaches_across_it(options: dict[str, Any]) -> None:
             assert all(len(side) == 1 for side in sides)
 
 
-def test_gradients_and_their_gradients() -> None:
-    layer = layer_of(rank=3, num_modes=2)
+def test_activation_gradients_match_numerical_gradients() -> None:
+    layer = make_layer(rank=3, num_modes=2)
     x = torch.randn(4, 42, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(layer, (x,))
     assert torch.autograd.gradgradcheck(layer, (x,))
 
 
-def test_it_begins_with_the_variance_of_the_dense_layer() -> None:
+def test_activation_layer_initial_variance_matches_dense() -> None:
     torch.manual_seed(0)
     x = torch.randn(4000, 256)
     for num_modes in (1, 3):
@@ -86,14 +86,14 @@ def test_it_begins_with_the_variance_of_the_dense_layer() -> None:
             assert float(layer(x).var()) == pytest.approx(1 / 3, rel=0.1)
 
 
-def test_a_compiled_graph_holds_it_whole() -> None:
-    layer = layer_of(rank=6, num_modes=3).float()
+def test_activation_layer_compiles_without_graph_break() -> None:
+    layer = make_layer(rank=6, num_modes=3).float()
     x = torch.randn(64, 42)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-def test_a_model_that_asks_for_the_dtype_compiles_and_one_that_takes_the_weight_gets_nan() -> None:
-    layer = layer_of(rank=6, num_modes=1)
+def test_compiled_weight_of_activation_layer_has_dtype_and_is_nan() -> None:
+    layer = make_layer(rank=6, num_modes=1)
     x = torch.randn(5, 42)
 
     def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -113,14 +113,14 @@ class Block(nn.Module):
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
 
 
-def tensorized(**options: Any) -> nn.Module:
+def make_tt_model(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     ranks = {"*": {"rank": 6, "num_modes": 2, "activation": "silu", **options}}
     return sc.tensorize(Block().double(), ranks, filter_fn=lambda name, module: True)
 
 
-def test_layers_of_one_input_and_several_passes_give_the_same() -> None:
-    model = tensorized()
+def test_activation_layers_with_shared_input_match_separate_layers() -> None:
+    model = make_tt_model()
     alone = copy.deepcopy(model)
     for layer in alone.modules():
         if isinstance(layer, TTLinear):
@@ -134,11 +134,11 @@ def test_layers_of_one_input_and_several_passes_give_the_same() -> None:
         torch.testing.assert_close(one.grad, other.grad)
     layer = alone.get_submodule("q_proj")
     assert isinstance(layer, TTLinear)
-    torch.testing.assert_close(model(x)[:, :48], plainly(layer, x))
+    torch.testing.assert_close(model(x)[:, :48], reference_forward(layer, x))
 
 
-def test_ranks_come_down_and_what_is_cut_changed_nothing() -> None:
-    model = tensorized()
+def test_adapter_truncates_activation_layer_without_changing_output() -> None:
+    model = make_tt_model()
     adapter = sc.RankAdapter(model, size_target=0.5, steps=20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y = torch.randn(64, 48, dtype=torch.float64), torch.randn(64, 96, dtype=torch.float64)
@@ -156,23 +156,23 @@ def test_ranks_come_down_and_what_is_cut_changed_nothing() -> None:
     torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-9)
 
 
-def test_a_saved_model_has_it_again(tmp_path: Path) -> None:
-    model = sc.tensorize(made("llama"), {"*_proj": {"rank": 4, "num_modes": 1, "activation": "silu"}})
+def test_pretrained_model_restores_activation(tmp_path: Path) -> None:
+    model = sc.tensorize(make_model("llama"), {"*_proj": {"rank": 4, "num_modes": 1, "activation": "silu"}})
     for _ in range(2):
         model(**batch(model=model)).loss.backward()
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(sc.load(tmp_path)), logits(model))
 
 
-def test_what_needs_a_matrix_is_refused() -> None:
-    with pytest.raises(UserError, match="activation must be one of silu, or None; given 'tanh'"):
+def test_activation_layer_refuses_operations_on_dense_weight() -> None:
+    with pytest.raises(UserError, match="activation='tanh'; it must be one of silu, or None"):
         TTLinear(8, 8, rank=2, activation="tanh")
-    with pytest.raises(UserError, match="no dense weight: silu stands between its cores"):
-        layer_of(rank=3).to_dense()
+    with pytest.raises(UserError, match="no dense weight: silu is between its cores"):
+        make_layer(rank=3).to_dense()
     with pytest.raises(UserError, match="'q_proj' has no dense weight"):
-        sc.densify(tensorized())
+        sc.densify(make_tt_model())
     ranks = {"*": {"rank": 6, "activation": "silu"}}
-    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a linear layer"):
         sc.tensorize(Block(), ranks, init="svd", filter_fn=lambda name, module: True)
 
 
@@ -180,8 +180,8 @@ def test_what_needs_a_matrix_is_refused() -> None:
     ("format", "modes", "activation"),
     [("tt", 3, None), ("tt-silu", 3, "silu"), ("low-rank", 1, None), ("cola", 1, "silu")],
 )
-def test_formats_of_a_whole_model(format: Any, modes: int, activation: str | None, tmp_path: Path) -> None:
-    model = sc.tensorize(made("mixtral"), rank=3, format=format)
+def test_tensorize_formats(format: Any, modes: int, activation: str | None, tmp_path: Path) -> None:
+    model = sc.tensorize(make_model("mixtral"), rank=3, format=format)
     layers = [layer for layer in model.modules() if isinstance(layer, TTLinear)]
     assert {len(layer.in_modes) for layer in layers} == {modes}
     assert {layer.activation for layer in layers} == {activation}
@@ -198,13 +198,15 @@ def test_formats_of_a_whole_model(format: Any, modes: int, activation: str | Non
     assert torch.equal(logits(sc.load(tmp_path)), logits(model))
 
 
-def test_formats_that_are_refused() -> None:
+def test_tensorize_refuses_invalid_formats() -> None:
     with pytest.raises(
-        UserError, match=r"format must be one of tt, tt-silu, low-rank, cola; given 'colla' \(did you mean"
+        UserError, match=r"given format='colla'; it must be one of tt, tt-silu, low-rank, cola \(did you mean"
     ):
         sc.tensorize(Block(), rank=2, format="colla")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="format 'cola' is of matrices, num_modes=1; given num_modes=3"):
+    with pytest.raises(
+        UserError, match="given num_modes=3 with format='cola', which has matrices: num_modes must be 1"
+    ):
         sc.tensorize(Block(), rank=2, format="cola", num_modes=3)
-    with pytest.raises(UserError, match="q_proj: init='svd' needs a matrix"):
+    with pytest.raises(UserError, match="q_proj: init='svd' needs a linear layer"):
         sc.tensorize(Block(), rank=6, format="cola", init="svd")
     assert len(sc.tensorize(Block(), rank=2, format="tt-silu", num_modes=2).get_submodule("q_proj").in_modes) == 2

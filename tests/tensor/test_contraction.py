@@ -68,7 +68,7 @@ def optimal_macs(chain: Chain, num_tokens: int) -> int:
 
 @given(chains(), st.integers(1, 70))
 @settings(deadline=None)
-def test_every_order_gives_the_product_with_the_matrix(chain: Chain, num_tokens: int) -> None:
+def test_every_order_matches_dense_product(chain: Chain, num_tokens: int) -> None:
     cores = core_indices(chain)
     x = torch.randn(num_tokens, chain.inputs(0, len(cores)), dtype=torch.float64)
     wanted = x @ dense(cores).reshape(x.shape[1], -1)
@@ -80,14 +80,14 @@ def test_every_order_gives_the_product_with_the_matrix(chain: Chain, num_tokens:
 
 @given(chains(least=2), st.integers(1, 100))
 @settings(deadline=None)
-def test_no_order_is_cheaper_than_the_best(chain: Chain, num_tokens: int) -> None:
+def test_best_plan_is_optimal(chain: Chain, num_tokens: int) -> None:
     """All sizes are at least 2: then an outer product never pays off, and the search leaves it out."""
     assert best_plan(chain, num_tokens, element=0.0).macs == optimal_macs(chain, num_tokens)
 
 
 @given(chains())
 @settings(deadline=None, max_examples=50)
-def test_the_order_for_a_number_of_tokens_is_looked_up(chain: Chain) -> None:
+def test_best_orders_match_best_plan(chain: Chain) -> None:
     known = best_orders(chain)
     assert [limit for limit, _ in known] == sorted({limit for limit, _ in known})
     for num_tokens in (1, 2, 3, 7, 20, 100, 4096, 1 << 20, *(limit for limit, _ in known)):
@@ -98,7 +98,7 @@ def test_the_order_for_a_number_of_tokens_is_looked_up(chain: Chain) -> None:
             assert found.macs == best_plan(chain, num_tokens).macs
 
 
-def test_an_order_that_is_best_between_two_powers_alone_is_not_looked_for() -> None:
+def test_best_orders_only_change_between_powers_of_two() -> None:
     chain = Chain((1, 2, 3, 1, 4), (1, 1, 3, 1, 2, 1), 4)
     steps = {num_tokens: best_plan(chain, num_tokens).steps for num_tokens in (2, 3, 4)}
     assert steps[2] == steps[4] != steps[3]
@@ -106,18 +106,18 @@ def test_an_order_that_is_best_between_two_powers_alone_is_not_looked_for() -> N
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 0.08e6), (32, 2.01e6), (4096, 190.2e6)])
-def test_cost_of_a_known_layer(num_tokens: int, most: float) -> None:
+def test_plan_cost_of_known_layer(num_tokens: int, most: float) -> None:
     """768 x 768 at rank 30: known orders take 0.08, 2.5 (core by core) and 190 million; 32 tokens have a better one."""
     chain = Chain((12, 8, 8, 8, 8, 12), (1, 12, 30, 30, 30, 12, 1), 3)
     assert best_plan(chain, num_tokens).macs <= most
 
 
-def test_merging_that_is_shared_counts_less() -> None:
+def test_shared_merging_costs_less() -> None:
     chain = Chain((12, 8, 8, 8, 8, 12), (1, 12, 30, 30, 30, 12, 1), 3)
     assert len(best_plan(chain, 32, 0.0).steps) < len(best_plan(chain, 32).steps)
 
 
-def test_a_plan_says_what_it_costs() -> None:
+def test_plan_prints_its_cost() -> None:
     chain = Chain((12, 8, 8, 8, 8, 12), (1, 12, 30, 30, 30, 12, 1), 3)
     text = str(best_plan(chain, 4096))
     assert "naive" in text
@@ -127,7 +127,7 @@ def test_a_plan_says_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)])
-def test_the_order_chosen_is_never_above_the_best_known_one(shape: tuple[int, int]) -> None:
+def test_best_plan_stays_close_to_standard_orders(shape: tuple[int, int]) -> None:
     """60 cases of shapes, ranks and tokens: dense, full W, merged input and output, core by core."""
     for rank, tokens in product((8, 30, 64), (1, 32, 256, 2048)):
         layer = sc.TTLinear(*shape, rank, bias=False, device="meta")

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCAB, batch, logits, made
+from families import FAMILIES, VOCAB, batch, logits, make_model
 from torch import nn
 
 import scantling as sc
 from scantling.errors import UserError
+from scantling.tensor.embedding import TTMHead
 from scantling.tensor.experts import TTExperts
-from scantling.tensor.head import TTMHead
 from scantling.tensor.replace import find_tt_layers
 
 RANK = 4
 ALL = {"filter_fn": lambda name, module: True}
 
 
-def notes(model: Any) -> list[dict[str, str]]:
+def tied_records(model: Any) -> list[dict[str, str]]:
     return [dict(model._tied_weights_keys or {}), dict(model.all_tied_weights_keys)]
 
 
@@ -33,8 +33,8 @@ def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_rank_computes_the_same_and_comes_back(family: str) -> None:
-    model = made(family)
+def test_full_rank_tensorize_and_densify_keep_outputs(family: str) -> None:
+    model = make_model(family)
     dense = copy.deepcopy(model)
     wanted = logits(model)
     assert sc.tensorize(model, 64, init="svd", **ALL) is model
@@ -51,14 +51,14 @@ def test_full_rank_computes_the_same_and_comes_back(family: str) -> None:
     assert classes(model) == classes(dense)
     shapes = {name: tensor.shape for name, tensor in dense.state_dict().items()}
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
-    assert notes(model) == notes(dense)
+    assert tied_records(model) == tied_records(dense)
     names = [name for name, _ in dense.named_parameters()]
     assert sorted(name for name, _ in model.named_parameters()) == sorted(names), "not tied as before"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training(family: str) -> None:
-    model = made(family).train()
+def test_tensorized_model_trains(family: str) -> None:
+    model = make_model(family).train()
     before = sum(parameter.numel() for parameter in model.parameters())
     sc.tensorize(model, RANK)
     assert sum(parameter.numel() for parameter in model.parameters()) < before / 2
@@ -86,8 +86,8 @@ def test_training(family: str) -> None:
                 assert any(role == wanted for path, role in roles.items() if path.endswith(name))
 
 
-def test_the_same_seed_gives_the_same_cores() -> None:
-    one, other, third = (made("llama-tied") for _ in range(3))
+def test_tensorize_is_deterministic_for_a_seed() -> None:
+    one, other, third = (make_model("llama-tied") for _ in range(3))
     for model, seed in ((one, 3), (other, 3), (third, 4)):
         torch.manual_seed(seed)
         sc.tensorize(model, RANK)
@@ -95,9 +95,9 @@ def test_the_same_seed_gives_the_same_cores() -> None:
     assert not torch.equal(logits(one), logits(third))
 
 
-def test_experts_are_routed_as_before() -> None:
+def test_tt_experts_route_like_dense_experts() -> None:
     """Expert indices beyond the last one stand for no expert; biases and gates are those of the original class."""
-    experts = made("gpt-oss").model.layers[0].mlp.experts
+    experts = make_model("gpt-oss").model.layers[0].mlp.experts
     nn.init.normal_(experts.gate_up_proj_bias)
     nn.init.normal_(experts.down_proj_bias)
     holder = nn.ModuleDict({"experts": copy.deepcopy(experts)})
@@ -138,7 +138,7 @@ def own() -> Own:
     return Own().eval()
 
 
-def test_a_model_of_ones_own() -> None:
+def test_tensorize_converts_custom_model() -> None:
     model, ids = own(), torch.randint(0, VOCAB, (3, 7))
     dense = copy.deepcopy(model)
     with torch.no_grad():
@@ -159,8 +159,8 @@ def test_a_model_of_ones_own() -> None:
         assert (model(ids) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def test_embeddings_that_share_a_weight_become_one() -> None:
-    model = sc.tensorize(made("t5"), RANK)
+def test_tensorize_keeps_shared_embeddings_shared() -> None:
+    model = sc.tensorize(make_model("t5"), RANK)
     assert model.shared is model.encoder.embed_tokens
     assert model.shared is model.decoder.embed_tokens
     assert model.lm_head.table is model.shared
@@ -171,8 +171,8 @@ def test_embeddings_that_share_a_weight_become_one() -> None:
     assert model.shared.weight is model.lm_head.weight
 
 
-def test_a_tied_bias_stays_tied() -> None:
-    model = sc.tensorize(made("bert"), RANK)
+def test_tensorize_keeps_tied_bias() -> None:
+    model = sc.tensorize(make_model("bert"), RANK)
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
     model.tie_weights()
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
@@ -180,8 +180,8 @@ def test_a_tied_bias_stays_tied() -> None:
     assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
 
 
-def test_a_copy_is_tied_to_its_own_table() -> None:
-    model = sc.tensorize(made("llama-tied"), RANK)
+def test_copied_head_is_tied_to_copied_table() -> None:
+    model = sc.tensorize(make_model("llama-tied"), RANK)
     before = logits(model)
     twin = copy.deepcopy(model)
     assert twin.lm_head.table is twin.model.embed_tokens
@@ -192,7 +192,7 @@ def test_a_copy_is_tied_to_its_own_table() -> None:
     assert model.state_dict().keys() == twin.state_dict().keys()
 
 
-def test_a_weight_shared_with_something_else_is_left_alone() -> None:
+def test_tensorize_skips_weights_shared_with_other_modules() -> None:
     class Scaled(nn.Embedding):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return super().forward(ids) * 2
@@ -206,12 +206,12 @@ def test_a_weight_shared_with_something_else_is_left_alone() -> None:
 
     twins = nn.ModuleDict({"one": nn.Linear(32, 96), "two": nn.Linear(32, 96)})
     twins["two"].weight = twins["one"].weight
-    with pytest.raises(UserError, match="one: its weight is also that of a Linear"):
+    with pytest.raises(UserError, match="one: its weight is shared with a Linear"):
         sc.tensorize(twins, RANK)
 
 
-def test_ranks_by_pattern() -> None:
-    model = made("llama")
+def test_tensorize_ranks_by_pattern() -> None:
+    model = make_model("llama")
     sc.tensorize(
         model,
         {
@@ -231,21 +231,21 @@ def test_ranks_by_pattern() -> None:
     assert type(model.lm_head) is nn.Linear
 
 
-def test_ranks_of_experts_by_pattern() -> None:
-    model = sc.tensorize(made("mixtral"), {"*.experts.up": 3, "*.experts": {"rank": 5, "num_modes": 2}})
+def test_tensorize_expert_ranks_by_pattern() -> None:
+    model = sc.tensorize(make_model("mixtral"), {"*.experts.up": 3, "*.experts": {"rank": 5, "num_modes": 2}})
     experts = model.model.layers[0].mlp.experts
     assert max(experts.up[2].ranks) == 3
     assert max(experts.down[2].ranks) == 5
     assert len(experts.down[2].cores) == 4
 
 
-def test_a_pattern_that_decides_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorize_warns_of_unused_pattern(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="scantling"):
-        sc.tensorize(made("llama"), {"*q_proj": 4, "*foo": 8})
-    assert [record.getMessage() for record in caplog.records] == ["tensorize: the pattern '*foo' decides on no layer"]
+        sc.tensorize(make_model("llama"), {"*q_proj": 4, "*foo": 8})
+    assert [record.getMessage() for record in caplog.records] == ["tensorize: the pattern '*foo' selects no layer"]
 
 
-def test_layers_that_would_grow_are_left_alone() -> None:
+def test_tensorize_skips_layers_that_would_grow() -> None:
     model = nn.ModuleDict({"wide": nn.Linear(64, 64), "classifier": nn.Linear(64, 2)})
     sc.tensorize(model, 8)
     assert isinstance(model["wide"], sc.TTLinear)
@@ -253,7 +253,7 @@ def test_layers_that_would_grow_are_left_alone() -> None:
     sc.tensorize(nn.ModuleDict({"classifier": nn.Linear(64, 2)}), 8, **ALL)
 
 
-def test_what_a_layer_keeps() -> None:
+def test_tensorize_keeps_layer_settings() -> None:
     model = nn.ModuleDict(
         {
             "linear": nn.Linear(32, 48).to(torch.bfloat16),
@@ -292,7 +292,7 @@ def test_what_a_layer_keeps() -> None:
     assert (model["table"].padding_idx, model["table"].sparse) == (5, True)
 
 
-def test_a_padding_row_that_holds_values_is_kept_by_svd() -> None:
+def test_svd_keeps_nonzero_padding_row() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(96, 32, padding_idx=5)})
     nn.init.normal_(model["table"].weight)
     wanted = model["table"].weight.detach().clone()
@@ -304,7 +304,7 @@ def test_a_padding_row_that_holds_values_is_kept_by_svd() -> None:
 
 
 @pytest.mark.parametrize("init", ["random", "svd"])
-def test_a_weight_of_zeros_stays_zero_and_can_learn(init: Any) -> None:
+def test_zero_weight_stays_zero_and_trains(init: Any) -> None:
     model = nn.ModuleDict({"linear": nn.Linear(32, 48)})
     nn.init.zeros_(model["linear"].weight)
     sc.tensorize(model, RANK, init=init)
@@ -323,14 +323,14 @@ def test_a_weight_of_zeros_stays_zero_and_can_learn(init: Any) -> None:
     assert all(core.any() for core in layer.cores)
 
 
-def test_models_on_the_meta_device() -> None:
+def test_tensorize_on_meta_device() -> None:
     with torch.device("meta"):
         model = FAMILIES["llama-tied"]()
     sc.tensorize(model, RANK)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.lm_head.table is model.model.embed_tokens
     model.to_empty(device="cpu")
-    state = sc.tensorize(made("llama-tied"), RANK).state_dict()
+    state = sc.tensorize(make_model("llama-tied"), RANK).state_dict()
     model.load_state_dict(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     with torch.device("meta"):
@@ -340,8 +340,8 @@ def test_models_on_the_meta_device() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
-def test_gradient_checkpointing_and_autocast() -> None:
-    model = sc.tensorize(made("llama-tied").train(), RANK)
+def test_tensorized_model_supports_checkpointing_and_autocast() -> None:
+    model = sc.tensorize(make_model("llama-tied").train(), RANK)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch()).loss.backward()
     plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -354,48 +354,48 @@ def test_gradient_checkpointing_and_autocast() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no rank": ({"rank": 0}, "rank must be a positive integer or a sequence"),
-    "a word": ({"rank": "8"}, "rank must be a positive integer or a sequence"),
-    "no patterns": ({"rank": {}}, "mapping without patterns"),
+    "no rank": ({"rank": 0}, "rank: given .* must be a positive integer or a sequence"),
+    "a word": ({"rank": "8"}, "rank: given .* must be a positive integer or a sequence"),
+    "no patterns": ({"rank": {}}, "empty mapping"),
     "an option": (
         {"rank": {"*q_proj": {"rank": 4, "modes": 2}}},
-        r"self_attn.q_proj: 'modes' must be one of rank",
+        r"self_attn.q_proj: given the option 'modes'; it must be one of rank",
     ),
     "an option of tables": (
         {"rank": {"*q_proj": {"rank": 4, "row_modes": (8, 4)}}},
-        r"q_proj: 'row_modes' must be",
+        r"q_proj: given the option 'row_modes'; it must be",
     ),
-    "no rank in a pattern": ({"rank": {"*q_proj": {"num_modes": 2}}}, r"rank of the pattern '\*q_proj' must be a"),
-    "ranks that do not fit": ({"rank": [2, 2, 2]}, "layers.0.self_attn.q_proj: rank must be .* each of the 5 bonds"),
+    "no rank in a pattern": ({"rank": {"*q_proj": {"num_modes": 2}}}, r"rank of the pattern '\*q_proj': .* must be a"),
+    "ranks that do not fit": ({"rank": [2, 2, 2]}, "layers.0.self_attn.q_proj: given rank=.* each of the 5 bonds"),
     "modes that do not fit": (
         {"rank": {"*q_proj": {"rank": 4, "in_modes": (3, 3)}}},
-        r"q_proj: in_modes=\(3, 3\) hold",
+        r"q_proj: given in_modes=\(3, 3\), whose product is 9",
     ),
-    "too many modes": ({"rank": 4, "num_modes": 6}, "q_proj: num_modes must be from 1 to 5; given 6"),
-    "an init": ({"rank": 4, "init": "zeros"}, "init must be one of random, svd"),
-    "a filter that is none": ({"rank": 4, "filter_fn": "*q_proj"}, "filter_fn must be a function"),
+    "too many modes": ({"rank": 4, "num_modes": 6}, "q_proj: given num_modes=6; it must be from 1 to 5"),
+    "an init": ({"rank": 4, "init": "zeros"}, "init=.* must be one of random, svd"),
+    "a filter that is none": ({"rank": 4, "filter_fn": "*q_proj"}, "filter_fn=.* must be a function"),
     "a filter for nothing": (
         {"rank": 4, "filter_fn": lambda n, m: "foo" in n},
-        "choose none of its 8 layers, such",
+        "select none of its 8 layers, such",
     ),
-    "a pattern for nothing": ({"rank": {"*foo": 4}}, r"lm_head can only follow the embedding it is tied to"),
-    "all too large": ({"rank": 500}, "its cores would hold .* lower the rank"),
+    "a pattern for nothing": ({"rank": {"*foo": 4}}, r"lm_head can only be replaced with the embedding it is tied to"),
+    "all too large": ({"rank": 500}, "its cores would have .* lower the rank"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_arguments_are_refused_and_change_nothing(case: str) -> None:
+def test_tensorize_refuses_invalid_arguments_without_changes(case: str) -> None:
     arguments, message = REFUSED[case]
-    model = made("llama-tied")
+    model = make_model("llama-tied")
     before = classes(model)
     with pytest.raises(UserError, match=message):
         sc.tensorize(model, **arguments)
     assert classes(model) == before
 
 
-def test_models_that_cannot_be_converted() -> None:
-    model = sc.tensorize(made("llama"), RANK)
-    with pytest.raises(UserError, match=r"model.embed_tokens already has TT cores; densify"):
+def test_tensorize_refuses_unsupported_models() -> None:
+    model = sc.tensorize(make_model("llama"), RANK)
+    with pytest.raises(UserError, match=r"model.embed_tokens is already a TT layer; call sc.densify"):
         sc.tensorize(model, RANK)
     with pytest.raises(UserError, match="has no linear layers"):
         sc.tensorize(nn.Sequential(nn.LayerNorm(8)), RANK)
@@ -408,20 +408,20 @@ def test_models_that_cannot_be_converted() -> None:
         broken[0].weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="0: its weight holds NaN"):
         sc.tensorize(broken, RANK)
-    with pytest.raises(UserError, match="TT bags take sums and means"):
+    with pytest.raises(UserError, match="TT bags support the modes sum and mean"):
         sc.tensorize(nn.Sequential(nn.EmbeddingBag(96, 32, mode="max")), RANK)
     plain = own()
     assert sc.densify(plain) is plain
 
 
-def test_ranks_may_be_integers_of_numpy() -> None:
+def test_tensorize_accepts_numpy_integer_ranks() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     sc.tensorize(model, rank={"0": np.int64(4), "1": np.array([2, 3, 3, 3, 2])})
     assert model[0].ranks == (1, 4, 4, 4, 4, 4, 1)
     assert model[1].ranks == (1, 2, 3, 3, 3, 2, 1)
 
 
-def test_a_weight_that_is_computed_is_left_alone() -> None:
+def test_tensorize_skips_computed_weights() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         computed = torch.nn.utils.weight_norm(nn.Linear(64, 64))
@@ -432,7 +432,7 @@ def test_a_weight_that_is_computed_is_left_alone() -> None:
     assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
-def test_layers_without_numbers_or_with_another_forward_are_left_alone() -> None:
+def test_tensorize_skips_empty_layers_and_replaced_forwards() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(0, 5), nn.Linear(64, 64))
@@ -441,11 +441,11 @@ def test_layers_without_numbers_or_with_another_forward_are_left_alone() -> None
     sc.tensorize(model, rank=4, num_modes=np.int64(2))  # type: ignore[arg-type]
     assert [type(module) for module in model] == [sc.TTLinear, nn.Linear, nn.Linear]
     assert len(model[0].cores) == 4
-    with pytest.raises(UserError, match="its forward was replaced"):
+    with pytest.raises(UserError, match="its forward method was replaced"):
         sc.tensorize(nn.Sequential(model[2]), 4)
 
 
-def test_layers_are_called_by_keyword_as_dense_ones_are() -> None:
+def test_tt_layers_accept_keyword_inputs() -> None:
     ids = torch.arange(6)
     for layer, given in (
         (sc.TTLinear(8, 8, 2), {"input": torch.randn(2, 8)}),
@@ -458,7 +458,7 @@ def test_layers_are_called_by_keyword_as_dense_ones_are() -> None:
         assert not layer.requires_grad_(False).weight.requires_grad or isinstance(layer, TTMHead)
 
 
-def test_a_dense_checkpoint_is_not_loaded_into_cores() -> None:
+def test_tt_layer_refuses_dense_checkpoint() -> None:
     dense = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = sc.tensorize(copy.deepcopy(dense), rank=4)
     with pytest.raises(UserError, match=r"0: the checkpoint holds a dense weight.*scantling\.tensorize"):

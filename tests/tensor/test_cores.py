@@ -26,33 +26,33 @@ def chain(sizes: list[int], rank: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 @given(SIZES, st.integers(1, 9))
-def test_ranks_are_what_modes_can_carry(sizes: list[int], rank: int) -> None:
+def test_clip_ranks_to_modes(sizes: list[int], rank: int) -> None:
     ranks = clip_ranks(rank, sizes)
     for bond in range(1, len(sizes)):
         assert ranks[bond] == min(rank, prod(sizes[:bond]), prod(sizes[bond:]))
 
 
-def test_number_of_parameters_is_that_of_the_cores() -> None:
+def test_num_parameters_matches_cores() -> None:
     sizes = (12, 8, 8, 8, 8, 12)
     assert num_parameters(sizes, clip_ranks(30, sizes)) == 20_448
 
 
 @pytest.mark.parametrize("rank", [0, -1, [2], [2, 0], "3", [1.5, 2]])
-def test_wrong_ranks_are_refused(rank: object) -> None:
+def test_clip_ranks_refuses_invalid_ranks(rank: object) -> None:
     with pytest.raises(UserError, match="one for each of the 2 bonds"):
         clip_ranks(rank, (2, 3, 4))  # type: ignore[arg-type]
 
 
 @given(SIZES, st.integers(1, 6))
 @settings(deadline=None)
-def test_the_norm_of_the_cores_is_that_of_the_tensor(sizes: list[int], rank: int) -> None:
+def test_squared_norm_matches_dense_tensor(sizes: list[int], rank: int) -> None:
     cores = chain(sizes, rank)
     torch.testing.assert_close(squared_norm(cores), dense(cores).square().sum())
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 6), st.integers(0, 3))
 @settings(deadline=None)
-def test_a_draw_has_exactly_the_norm_over_what_is_not_padding(rows: int, cols: int, rank: int, seed: int) -> None:
+def test_random_cores_have_exact_norm_without_padding(rows: int, cols: int, rank: int, seed: int) -> None:
     row_modes, col_modes = (4, 4, 4), (8, 8)
     shapes = [(mode,) for mode in row_modes + col_modes]
     valid = [[(s,) for s in a + b] for a in boxes(rows, row_modes) for b in boxes(cols, col_modes)]
@@ -62,7 +62,7 @@ def test_a_draw_has_exactly_the_norm_over_what_is_not_padding(rows: int, cols: i
     assert dense(cores).reshape(64, 64)[:rows, :cols].norm().item() == pytest.approx(3.0, rel=1e-12)
 
 
-def test_a_random_chain_is_as_well_conditioned_as_a_matrix_of_its_rank_can_be() -> None:
+def test_random_cores_are_well_conditioned() -> None:
     sizes, ranks = (6, 4, 4, 4, 4, 6), (1, 6, 10, 10, 10, 6, 1)
     everything = [[(slice(0, size),) for size in sizes]]
     cores = random_cores([(size,) for size in sizes], ranks, 5.0, everything, 3, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_a_random_chain_is_as_well_conditioned_as_a_matrix_of_its_rank_can_be() 
 
 @given(SIZES, st.integers(1, 4), st.sampled_from([1, 2]))
 @settings(deadline=None)
-def test_tt_svd_gives_back_what_has_these_ranks(sizes: list[int], rank: int, modes: int) -> None:
+def test_tt_svd_recovers_low_rank_tensor(sizes: list[int], rank: int, modes: int) -> None:
     cores = chain(sizes, rank)
     whole = dense(cores)
     shapes = [(size,) for size in sizes]
@@ -94,14 +94,14 @@ def test_tt_svd_gives_back_what_has_these_ranks(sizes: list[int], rank: int, mod
 
 
 @pytest.mark.parametrize("error", [0.05, 0.3, 0.8])
-def test_tt_svd_keeps_the_error_it_may_make(error: float) -> None:
+def test_tt_svd_respects_error_bound(error: float) -> None:
     whole = torch.randn(6, 5, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = tt_svd(whole, [(6,), (5,), (4,), (7,)], None, error)
     made = float((dense(found) - whole).norm() / whole.norm())
     assert error / 8 < made <= error
 
 
-def test_tt_svd_uses_up_the_error_that_is_left() -> None:
+def test_tt_svd_spends_remaining_error_budget() -> None:
     torch.manual_seed(0)
     noisy = torch.zeros(4, 4, 64, 64)  # all error has to arise at the middle bond and after it
     noisy[0, 0] = torch.linalg.qr(torch.randn(64, 64)).Q

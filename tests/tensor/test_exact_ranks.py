@@ -53,13 +53,13 @@ def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def combined(model: nn.Module, *, controls_first: bool = False) -> torch.optim.Optimizer:
+def combined(model: nn.Module, *, gates_first: bool = False) -> torch.optim.Optimizer:
     cores, rank_gates = split(model)
     members = [torch.optim.SGD(cores, lr=1e-2), torch.optim.AdamW(rank_gates, lr=1e-2)]
-    return CombinedOptimizer(members[::-1] if controls_first else members)
+    return CombinedOptimizer(members[::-1] if gates_first else members)
 
 
-def parted(model: nn.Module) -> torch.optim.Optimizer:
+def per_group_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Give each gate a separate optimizer."""
     cores, rank_gates = split(model)
     return CombinedOptimizer([torch.optim.AdamW(each, lr=1e-2) for each in (cores, *([one] for one in rank_gates))])
@@ -76,8 +76,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "fused": by_name("adamw", fused=True),
     "demo": lambda model: sc.DeMo(sc.param_groups(model), lr=1e-3),
     "combined": combined,
-    "rank gates first": lambda model: combined(model, controls_first=True),
-    "parted": parted,
+    "rank gates first": lambda model: combined(model, gates_first=True),
+    "per_group_optimizer": per_group_optimizer,
     "wrapped": lambda model: Wrapper(by_name("sign")(model)),
     "super": lambda model: AfterSuper(model.parameters(), lr=1e-2),
 }
@@ -157,12 +157,12 @@ def test_adapter_resumes_exactly_with_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_adapter_saves_a_released_step_that_is_not_counted(accumulation: int) -> None:
+def test_adapter_saves_uncounted_released_step(accumulation: int) -> None:
     check_exact(by_name("came"), accumulation=accumulation, release=True)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_gradient_is_left_for_the_next_step(name: str) -> None:
+def test_adapter_keeps_no_gradient_for_next_step(name: str) -> None:
     loop = Loop(OPTIMIZERS[name])
     importance = loop.adapter._schedule.importance
     assert importance is not None
@@ -173,8 +173,8 @@ def test_no_gradient_is_left_for_the_next_step(name: str) -> None:
         assert loop.adapter.state_dict()["uncounted"] is None
 
 
-@pytest.mark.parametrize("name", ["adamw", "combined", "rank gates first", "parted", "wrapped", "super"])
-def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
+@pytest.mark.parametrize("name", ["adamw", "combined", "rank gates first", "per_group_optimizer", "wrapped", "super"])
+def test_importance_uses_gradients_of_its_step(name: str) -> None:
     loop = Loop(OPTIMIZERS[name], steps=1000, begin=900, memory=0.75)
     _, rank_gates = split(loop.model)
     expected: Tensor | float = 0.0
@@ -187,11 +187,11 @@ def test_importance_is_that_of_the_gradients_of_its_step(name: str) -> None:
         expected = 0.75 * expected + 0.25 * gradients.square()
     importance = loop.adapter._schedule.importance
     assert importance is not None
-    values = loop.adapter._budget.values()
-    torch.testing.assert_close(importance.of(values), expected * values.square())
+    values = loop.adapter._budget.gate_values()
+    torch.testing.assert_close(importance.scores(values), expected * values.square())
 
 
-def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
+def step_in_backward(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
     """Give each parameter an optimizer that steps it within the backward pass."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
@@ -205,28 +205,28 @@ def hooked(model: nn.Module) -> dict[Tensor, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapter_resumes_exactly_with_optimizers_in_backward(unused: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With an unused layer, the step is counted at the next check; the state is saved before that."""
 
-    def made() -> tuple[nn.Module, nn.Module, RankAdapter, dict[Tensor, torch.optim.Optimizer]]:
+    def make() -> tuple[nn.Module, nn.Module, RankAdapter, dict[Tensor, torch.optim.Optimizer]]:
         model = two_ways(share=0.3)
         used = model.needed if unused else model
         adapter = RankAdapter(model, size_target=0.5, steps=8, interval=1)
-        return model, used, adapter, hooked(model)
+        return model, used, adapter, step_in_backward(model)
 
     def run(used: nn.Module, adapter: RankAdapter, steps: range) -> None:
         for number in steps:
             x, wanted = example(number)
             adapter.loss(nn.functional.mse_loss(used(x), wanted)).backward()
 
-    straight, used, adapter, optimizers = made()
+    straight, used, adapter, optimizers = make()
     with caplog.at_level(logging.WARNING):
         run(used, adapter, range(4))
     assert "no rank will change" not in caplog.text
     assert (adapter.state_dict()["uncounted"] is not None) == unused
     saved = [copy.deepcopy(each.state_dict()) for each in (straight, adapter, *optimizers.values())]
     run(used, adapter, range(4, 10))
-    resumed, again, its, others = made()
+    resumed, again, its, others = make()
     its.load_state_dict(json.loads(json.dumps(saved[1])))
     for part, state in zip((resumed, *others.values()), (saved[0], *saved[2:]), strict=True):
         part.load_state_dict(state)
@@ -238,7 +238,7 @@ def test_optimizers_within_the_backward_pass_resume_exactly(unused: bool, caplog
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
+def test_adapter_ignores_step_skipped_by_grad_scaler(fused: bool) -> None:
     found = []
     for scale in (1.0, 1024.0):
         loop = Loop(by_name("adamw", fused=fused), steps=1000, begin=900)
@@ -253,11 +253,11 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
         assert loop.adapter.step == 3
         importance = loop.adapter._schedule.importance
         assert importance is not None
-        found.append(importance.of(loop.adapter._budget.values()))
+        found.append(importance.scores(loop.adapter._budget.gate_values()))
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_losses_of_skipped_steps_are_saved() -> None:
+def test_adapter_saves_losses_of_skipped_steps() -> None:
     """The paper's schedule uses the mean loss of all passes since the last step, including passes without a step."""
     loop = Loop(by_name("adamw"), schedule="paper", early_steps=4, gamma=1.0)
     loop.run(range(2))
@@ -271,16 +271,16 @@ def test_losses_of_skipped_steps_are_saved() -> None:
     assert loop.adapter.state_dict() == other.adapter.state_dict()
 
 
-def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
+def test_resumed_run_records_only_changed_ranks() -> None:
     """Ranks pruned before the checkpoint but not yet removed are visible only through the model's gates."""
 
-    def made() -> tuple[nn.Module, TensorTraining]:
+    def make() -> tuple[nn.Module, TensorTraining]:
         model, method = two_ways(share=0.3), TensorTraining(section, steps=12)
         method.attach(model)
         return model, method
 
     section = TensorSection(size_target=0.4, adapt=9, truncate_every=100, adapter={"interval": 1})
-    model, method = made()
+    model, method = make()
     optimizer = by_name("sign")(model)
     changes = 0
     for step in range(1, 9):
@@ -291,7 +291,7 @@ def test_a_resumed_run_records_no_ranks_that_have_not_changed() -> None:
         optimizer.zero_grad()
         method.end_step(step, optimizer, NoExchange())
         changes += "ranks" in method.metrics()
-        again, resumed = made()
+        again, resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(method.state_dict())))
         again.load_state_dict(copy.deepcopy(model.state_dict()))
         resumed.begin_step()

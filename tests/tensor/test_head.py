@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMHead
 
 
 class Tied(nn.Module):
@@ -24,7 +24,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_values_and_gradients_are_those_of_a_dense_head(bias: bool, padding_idx: int | None) -> None:
+def test_head_matches_dense_head(bias: bool, padding_idx: int | None) -> None:
     torch.manual_seed(0)
     model = Tied(bias, padding_idx).double()
     hidden = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
@@ -66,7 +66,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_the_dense_table_is_never_there(tokens: int) -> None:
+def test_head_never_builds_dense_table(tokens: int) -> None:
     table = sc.TTMEmbedding(4096, 256, 32)
     hidden = torch.randn(tokens, 256, requires_grad=True)
     dense = nn.functional.linear(hidden, table.dense_weight())
@@ -77,7 +77,7 @@ def test_the_dense_table_is_never_there(tokens: int) -> None:
     torch.testing.assert_close(logits, dense, rtol=1e-4, atol=1e-4)
 
 
-def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
+def test_head_compiles_for_many_tokens() -> None:
     torch.manual_seed(0)
     model = Tied(padding_idx=3)
     hidden = torch.randn(300, 12)
@@ -87,10 +87,10 @@ def test_many_tokens_compile_whole_with_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 64])
-def test_gradients_by_torch_func(tokens: int) -> None:
+def test_head_supports_torch_func(tokens: int) -> None:
     table = sc.TTMEmbedding(400, 32, 4)
     parameters, hidden = dict(table.named_parameters()), torch.randn(tokens, 32)
-    rows = table._best_steps(tokens, of_head=True)[0].tree == ((0, 1), (2, 3))
+    rows = table._best_steps(tokens, is_head=True)[0].tree == ((0, 1), (2, 3))
     assert rows == (tokens == 64), "many tokens are multiplied with the rows"
 
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_gradients_by_torch_func(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_the_backward_pass_holds_no_table(compiles: bool) -> None:
+def test_head_backward_saves_no_table(compiles: bool) -> None:
     table = sc.TTMEmbedding(4096, 256, 32)
     hidden = torch.randn(1024, 256, requires_grad=True)
     torch.compiler.reset()
@@ -125,14 +125,14 @@ def test_the_backward_pass_holds_no_table(compiles: bool) -> None:
     assert table.cores[0].grad is not None
 
 
-def test_the_cores_are_there_once() -> None:
+def test_head_does_not_register_cores() -> None:
     model = Tied()
     assert [name for name, _ in model.named_parameters()] == [*(f"table.cores.{n}" for n in range(4)), "head.bias"]
     assert len(model.state_dict()) == 5
     assert len(list(model.head.parameters())) == 1
 
 
-def test_copies_are_tied_to_their_own_table() -> None:
+def test_copied_head_is_tied_to_copied_table() -> None:
     model = Tied()
     file = io.BytesIO()
     torch.save(model, file)
@@ -142,7 +142,7 @@ def test_copies_are_tied_to_their_own_table() -> None:
         assert twin.table is not model.table
 
 
-def test_it_moves_with_the_table() -> None:
+def test_head_moves_with_table() -> None:
     model = Tied().to(torch.bfloat16)
     assert model.head.weight.dtype == torch.bfloat16
     assert model.head(torch.randn(3, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -150,13 +150,13 @@ def test_it_moves_with_the_table() -> None:
     assert model.head.weight.shape == (50, 12)
 
 
-def test_a_head_apart_from_its_table_is_refused() -> None:
+def test_head_refuses_input_on_other_device() -> None:
     model = Tied()
-    with pytest.raises(UserError, match=r"on cpu, its input is on meta; .* where its embedding is"):
+    with pytest.raises(UserError, match=r"on cpu, its input is on meta\. .* on the device of its embedding"):
         model.head(torch.randn(3, 12, device="meta"))
 
 
-def test_to_dense() -> None:
+def test_head_to_dense() -> None:
     model, hidden = Tied(), torch.randn(3, 12)
     alone = model.head.to_dense()
     assert torch.allclose(alone(hidden), model.head(hidden), atol=1e-6)
@@ -164,6 +164,6 @@ def test_to_dense() -> None:
     assert model.head.to_dense(dense.weight).weight is dense.weight
 
 
-def test_a_weight_cannot_be_put_in_its_place() -> None:
+def test_head_refuses_weight_assignment() -> None:
     with pytest.raises((KeyError, AttributeError)):
         Tied().head.weight = nn.Parameter(torch.zeros(50, 12))

@@ -65,7 +65,7 @@ def inner_ranks(adapter: RankAdapter, name: str) -> int:
     return sum(adapter.ranks()[name][1:-1])
 
 
-def test_the_layer_that_the_loss_does_without_goes_first() -> None:
+def test_importance_prunes_unneeded_layer_first() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.55, steps=30)
     fit(model, adapter, came(model), range(40))
@@ -80,7 +80,7 @@ def test_the_layer_that_the_loss_does_without_goes_first() -> None:
     assert inner_ranks(without, "idle") > inner_ranks(adapter, "idle")
 
 
-def test_it_is_the_mean_of_the_squared_change_to_first_order() -> None:
+def test_importance_is_mean_squared_first_order_change() -> None:
     model = two_ways(share=0.5)
     adapter = RankAdapter(model, size_target=0.5, steps=1000, memory=0.75)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -95,16 +95,16 @@ def test_it_is_the_mean_of_the_squared_change_to_first_order() -> None:
         expected = 0.75 * expected + 0.25 * gradients.square()
     importance = adapter._schedule.importance
     assert importance is not None
-    values = adapter._budget.values()
-    torch.testing.assert_close(importance.of(values), expected * values.square())
+    values = adapter._budget.gate_values()
+    torch.testing.assert_close(importance.scores(values), expected * values.square())
 
 
-def test_a_control_without_a_gradient_did_not_act_and_nan_is_left_out() -> None:
+def test_importance_handles_missing_and_nonfinite_gradients() -> None:
     rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)
-    importance.follow(rank_gates)
+    importance.set_gates(rank_gates)
     importance.update()
-    assert importance.of(torch.ones(5)) is None  # without a gradient there is no importance
+    assert importance.scores(torch.ones(5)) is None  # without a gradient there is no importance
     rank_gates[0].grad, rank_gates[1].grad = torch.zeros(2), torch.zeros(3)
     importance.update()  # gradients freed by filling them with 0
     rank_gates[0].grad, rank_gates[1].grad = torch.tensor([2.0, 4.0]), None
@@ -112,31 +112,31 @@ def test_a_control_without_a_gradient_did_not_act_and_nan_is_left_out() -> None:
     rank_gates[1].grad = torch.tensor([1.0, float("nan"), float("inf")])
     rank_gates[0].grad = None
     importance.update()
-    found = importance.of(torch.ones(5))
+    found = importance.scores(torch.ones(5))
     assert found is not None
     assert found.tolist() == [1.0, 4.0, 0.5, 0.0, 0.0]
 
 
-def test_it_is_cut_with_its_controls_and_goes_on_from_plain_values() -> None:
+def test_importance_is_sliced_and_restored_from_values() -> None:
     rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)
-    importance.follow(rank_gates)
+    importance.set_gates(rank_gates)
     rank_gates[0].grad, rank_gates[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])
     importance.update()
     importance.slice_state(nn.Parameter(torch.ones(3)), 0, torch.tensor([0]))  # an unknown parameter
     kept = torch.tensor([0, 2])
     importance.slice_state(rank_gates[1], 0, kept)
-    importance.follow([rank_gates[0], nn.Parameter(rank_gates[1].detach()[kept])])
+    importance.set_gates([rank_gates[0], nn.Parameter(rank_gates[1].detach()[kept])])
     values = json.loads(json.dumps(importance.values()))
     assert values == [0.5, 2.0, 4.5, 12.5]
     other = Importance(0.5)
-    other.follow([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    other.set_gates([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
     other.load_values(values)
-    torch.testing.assert_close(other.of(torch.ones(4)), importance.of(torch.ones(4)))
+    torch.testing.assert_close(other.scores(torch.ones(4)), importance.scores(torch.ones(4)))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_that_are_freed_in_the_backward_pass_are_seen(accumulation: int) -> None:
+def test_importance_uses_gradients_released_in_backward(accumulation: int) -> None:
     found = []
     for released in (False, True):
         model = two_ways()
@@ -155,13 +155,13 @@ def test_gradients_that_are_freed_in_the_backward_pass_are_seen(accumulation: in
         assert adapter.step == 6
         importance = adapter._schedule.importance
         assert importance is not None
-        found.append(importance.of(adapter._budget.values()))
+        found.append(importance.scores(adapter._budget.gate_values()))
         if handle is not None:
             handle.remove()
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_copy_of_a_model_goes_on_alike() -> None:
+def test_equal_models_get_equal_ranks() -> None:
     """Equal parameters and gradients give equal decisions."""
     model = two_ways(share=0.3)
     other = copy.deepcopy(model)
@@ -173,7 +173,7 @@ def test_a_copy_of_a_model_goes_on_alike() -> None:
     assert found[0] == found[1]
 
 
-def test_the_size_follows_its_path_at_every_look() -> None:
+def test_importance_size_follows_path() -> None:
     model = two_ways(share=0.3)
     adapter = RankAdapter(model, size_target=0.3, steps=60, begin=20)
     optimizer = came(model)
@@ -185,7 +185,7 @@ def test_the_size_follows_its_path_at_every_look() -> None:
         assert adapter.metrics()["rank_price"] == 0.0
 
 
-def test_a_layer_that_the_loss_does_not_need_at_all_goes_first() -> None:
+def test_importance_prunes_unused_layer_first() -> None:
     """Its gradients are exactly 0, so all of its ranks are equal, and none is kept."""
     model = two_ways(share=0.0)
     adapter = RankAdapter(model, size_target=0.52, steps=30)
@@ -207,7 +207,7 @@ def test_a_layer_that_the_loss_does_not_need_at_all_goes_first() -> None:
     assert used.ranks == adapter.ranks()["used"]
 
 
-def test_freed_gradients_are_cut_with_their_controls() -> None:
+def test_pending_gradients_are_sliced_with_gates() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1)
     optimizer = came(model)
@@ -221,7 +221,7 @@ def test_freed_gradients_are_cut_with_their_controls() -> None:
     assert adapter.size() == pytest.approx(adapter.target, rel=0.02)
 
 
-def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
+def test_importance_with_one_optimizer_per_parameter() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.55, steps=20)
     optimizers = {param: torch.optim.AdamW([param], lr=1e-3) for param in model.parameters()}
@@ -239,7 +239,7 @@ def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
     assert inner_ranks(adapter, "idle") < 0.5 * inner_ranks(adapter, "needed")
 
 
-def test_a_copy_with_its_adapter_goes_on_by_itself() -> None:
+def test_copied_adapter_is_independent() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.4, steps=20, interval=2)
     fit(model, adapter, came(model), range(8), cut_every=4)
@@ -256,7 +256,7 @@ def test_a_copy_with_its_adapter_goes_on_by_itself() -> None:
     assert adapter.ranks() == kept != its.ranks()
 
 
-def test_another_dtype_or_other_controls_are_gone_on_with() -> None:
+def test_importance_survives_new_dtype_and_gates() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=12, interval=2)
     fit(model, adapter, came(model), range(4))
@@ -273,7 +273,7 @@ def test_another_dtype_or_other_controls_are_gone_on_with() -> None:
     assert adapter.size() == pytest.approx(adapter.target, rel=0.02)
 
 
-def test_states_that_do_not_fit_change_nothing() -> None:
+def test_adapter_refuses_foreign_state_without_changes() -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1)
     fit(model, adapter, came(model), range(8), cut_every=4)
@@ -283,7 +283,7 @@ def test_states_that_do_not_fit_change_nothing() -> None:
     before = other.ranks(), other.step
     short = {**state, "values": {**state["values"], "importance": state["values"]["importance"][1:]}}
     lacking = {**state, "values": {k: v for k, v in state["values"].items() if k != "importance"}}
-    for bad, message in ((short, "knows 'importance' of"), (lacking, "lacks 'importance'")):
+    for bad, message in ((short, "has 'importance' of"), (lacking, "has no 'importance'")):
         with pytest.raises(UserError, match=message):
             other.load_state_dict(bad)
         assert (other.ranks(), other.step) == before
@@ -294,7 +294,7 @@ def test_states_that_do_not_fit_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", [RankAdapter.truncate, RankAdapter.finish])
-def test_cores_and_controls_may_have_an_optimizer_each(end: Callable[..., object]) -> None:
+def test_importance_with_separate_optimizers_for_cores_and_gates(end: Callable[..., object]) -> None:
     model = two_ways()
     adapter = RankAdapter(model, size_target=0.5, steps=6, interval=1)
     cores = [param for name, param in model.named_parameters() if "cores" in name]
@@ -308,7 +308,7 @@ def test_cores_and_controls_may_have_an_optimizer_each(end: Callable[..., object
             optimizer.zero_grad()
     before = sum(core.numel() for core in cores)
     for alone in (one, two):
-        with pytest.raises(UserError, match="give every optimizer"):
+        with pytest.raises(UserError, match="pass every optimizer"):
             end(adapter, alone)
     assert before == sum(core.numel() for core in cores)
     assert end(adapter, one, two) != 0  # the number of ranks that truncate removed

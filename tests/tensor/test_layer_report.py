@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tensor.families import FAMILIES, VOCAB, batch, made
+from tensor.families import FAMILIES, VOCAB, batch, make_model
 from torch import nn
 
 import scantling as sc
@@ -22,8 +22,8 @@ from tests.texts import english_like
 DISCARDS = "discards the trained weights"
 
 
-def test_pretrained_weights_are_not_discarded_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("llama").save_pretrained(tmp_path)
+def test_tensorize_warns_of_discarded_pretrained_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("llama").save_pretrained(tmp_path)
     loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path)
     sc.tensorize(copy.deepcopy(loaded), 4, init="svd")
     assert DISCARDS not in caplog.text
@@ -33,15 +33,17 @@ def test_pretrained_weights_are_not_discarded_silently(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("format", ["cola", "tt-silu"])
-def test_formats_without_svd_do_not_offer_it(format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("llama").save_pretrained(tmp_path)
+def test_warning_does_not_suggest_svd_for_activation_formats(
+    format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format=format)
     assert DISCARDS in caplog.text
     assert "use init='svd'" not in caplog.text
 
 
-def test_a_base_model_and_a_new_head_are_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("bert").save_pretrained(tmp_path)
+def test_tensorize_warns_for_base_model_and_new_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("bert").save_pretrained(tmp_path)
     for auto in (hf.AutoModel, hf.AutoModelForSequenceClassification):
         caplog.clear()
         sc.tensorize(auto.from_pretrained(tmp_path), 4)
@@ -49,22 +51,24 @@ def test_a_base_model_and_a_new_head_are_told_too(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_models_are_tensorized_without_a_warning(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    sc.tensorize(made(family), 4)
+def test_tensorize_does_not_warn_for_new_models(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    sc.tensorize(make_model(family), 4)
     assert DISCARDS not in caplog.text
 
 
-def test_a_new_model_of_a_pretrained_configuration_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made("llama").save_pretrained(tmp_path)
+def test_tensorize_does_not_warn_for_new_model_of_pretrained_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
     config = hf.AutoConfig.from_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_config(config), 4)
     assert DISCARDS not in caplog.text
 
 
 @pytest.mark.parametrize("way", ["trained here", "state dict", "copy"])
-def test_trained_weights_without_a_mark_are_recognized(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorize_recognizes_trained_weights(way: str, caplog: pytest.LogCaptureFixture) -> None:
     stream = torch.tensor(list(english_like(20_000).encode("ascii"))) % VOCAB
-    model = made("llama").train()
+    model = make_model("llama").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(50):
         ids = torch.stack([stream[at : at + 24] for at in torch.randint(len(stream) - 24, (8,)).tolist()])
@@ -73,7 +77,7 @@ def test_trained_weights_without_a_mark_are_recognized(way: str, caplog: pytest.
         optimizer.zero_grad()
     if way == "state dict":
         state = model.state_dict()
-        model = made("llama", seed=1)
+        model = make_model("llama", seed=1)
         model.load_state_dict(state)
     elif way == "copy":
         model = copy.deepcopy(model)
@@ -82,8 +86,8 @@ def test_trained_weights_without_a_mark_are_recognized(way: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "llama-tied"])
-def test_report_holds_the_size_and_error_of_each_layer(family: str) -> None:
-    model = made(family)
+def test_report_has_size_and_error_of_each_layer(family: str) -> None:
+    model = make_model(family)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = sum(parameter.numel() for parameter in model.parameters())
     report: list[LayerReport] = []
@@ -99,7 +103,7 @@ def test_report_holds_the_size_and_error_of_each_layer(family: str) -> None:
     assert any((each.weight_error or 0) > 0.1 for each in report)
 
 
-def test_a_run_warns_once_and_not_when_it_is_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_warns_once_and_export_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=320, **shape)).save_pretrained(tmp_path / "model")
     recipe = tiny_recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1})
@@ -110,35 +114,35 @@ def test_a_run_warns_once_and_not_when_it_is_exported(tmp_path: Path, caplog: py
 
 
 def test_warning_names_formats_that_keep_weights(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     sc.tensorize(hf.AutoModelForCausalLM.from_pretrained(tmp_path), 4, format="cola")
-    assert "To keep what they learned, use format='tt' or 'low-rank' with init='svd'" in caplog.text
+    assert "To keep them, use format='tt' or 'low-rank' with init='svd'" in caplog.text
 
 
-def test_report_of_random_cores_has_sizes_alone() -> None:
+def test_report_of_random_init_has_no_errors() -> None:
     report: list[LayerReport] = []
-    sc.tensorize(made("llama"), 4, report=report)
+    sc.tensorize(make_model("llama"), 4, report=report)
     assert report
     assert all(each.weight_error is None and each.tt_parameters < each.dense_parameters for each in report)
 
 
 @pytest.mark.parametrize("report", [True, {}, "errors.json"], ids=str)
-def test_a_report_that_is_no_list_is_refused(report: Any) -> None:
-    model = made("llama")
-    with pytest.raises(UserError, match="report must be a list"):
+def test_tensorize_refuses_report_that_is_no_list(report: Any) -> None:
+    model = make_model("llama")
+    with pytest.raises(UserError, match=r"report=.* must be a list"):
         sc.tensorize(model, 4, report=report)
     model(**batch())
 
 
-def test_large_errors_of_svd_are_a_warning_and_small_ones_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorize_warns_of_large_svd_errors(caplog: pytest.LogCaptureFixture) -> None:
     report: list[LayerReport] = []
-    sc.tensorize(made("llama"), 4, init="svd", report=report)
+    sc.tensorize(make_model("llama"), 4, init="svd", report=report)
     (record,) = (record for record in caplog.records if "init='svd' changes" in record.message)
     worst = max(report, key=lambda each: each.weight_error or 0)
     assert record.levelname == "WARNING"
     assert f"{100 * (worst.weight_error or 0):.1f} % of their norm" in record.message
     caplog.clear()
-    sc.tensorize(made("llama"), 64, init="svd", filter_fn=lambda name, module: True)
+    sc.tensorize(make_model("llama"), 64, init="svd", filter_fn=lambda name, module: True)
     assert not any("init='svd' changes" in record.message for record in caplog.records)
 
 
@@ -150,7 +154,9 @@ def test_large_errors_of_svd_are_a_warning_and_small_ones_not(caplog: pytest.Log
         (sc.TTMEmbeddingBag, nn.EmbeddingBag(64, 96)),
     ],
 )
-def test_from_dense_refuses_to_grow_for_an_error(kind: Any, layer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_from_dense_refuses_error_that_needs_more_parameters(
+    kind: Any, layer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(UserError, match=r"from_dense: .* times as many as the dense weight.*allow_larger=True"):
         kind.from_dense(layer, error=0.05)
     larger = kind.from_dense(layer, error=0.05, allow_larger=True)

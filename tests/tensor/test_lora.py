@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.families import FAMILIES, batch, made
+from tensor.families import FAMILIES, batch, make_model
 from torch import nn
 
 import scantling as sc
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def tt(family: str = "llama") -> Any:
-    return sc.tensorize(made(family), 8)
+    return sc.tensorize(make_model(family), 8)
 
 
-def adapted(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
+def add_lora(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
     """Return a model with adapters that change it: B is nonzero."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
@@ -34,7 +34,7 @@ def adapted(model: Any, targets: Any = "all-linear", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_lora_trains_saves_and_merges_once_dense(family: str, tmp_path: Path) -> None:
+def test_lora_trains_saves_and_merges_after_densify(family: str, tmp_path: Path) -> None:
     base = tt(family)
     before = base(**batch(model=base)).logits.detach()
     inputs = batch(model=base)
@@ -72,11 +72,11 @@ def test_lora_trains_saves_and_merges_once_dense(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "bert"])
-def test_embeddings_and_heads_take_lora(family: str) -> None:
+def test_lora_on_embeddings_and_heads(family: str) -> None:
     base = tt(family)
     inputs = batch(model=base)
     names = [name for name, module in base.named_modules() if isinstance(module, sc.TTMEmbedding)]
-    model = adapted(copy.deepcopy(base), [name.rpartition(".")[2] for name in names] + ["lm_head"])
+    model = add_lora(copy.deepcopy(base), [name.rpartition(".")[2] for name in names] + ["lm_head"])
     changed = model(**inputs).logits.detach()
     assert not torch.allclose(changed, base(**inputs).logits)
     model(**inputs).loss.backward()
@@ -87,17 +87,17 @@ def test_embeddings_and_heads_take_lora(family: str) -> None:
     torch.testing.assert_close(merged(**inputs).logits, changed, rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_do_not_disturb_shared_inputs() -> None:
+def test_lora_keeps_shared_input_products() -> None:
     base = tt()
     inputs = batch(rows=64, model=base)
     for targets in (["q_proj"], ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"]):
-        model = adapted(copy.deepcopy(base), targets)
+        model = add_lora(copy.deepcopy(base), targets)
         tuned = model(**inputs).logits.detach()
         dense = sc.densify(copy.deepcopy(model))
         torch.testing.assert_close(tuned, dense(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_default_targets_several_adapters_and_patterns() -> None:
+def test_lora_default_targets_adapters_and_patterns() -> None:
     model = peft.get_peft_model(tt(), peft.LoraConfig(r=2))
     assert {name.rpartition(".")[2] for name in model.base_model.targeted_module_names} == {"q_proj", "v_proj"}
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=r".*\.(k|up)_proj"))
@@ -105,14 +105,14 @@ def test_default_targets_several_adapters_and_patterns() -> None:
     assert model(**batch()).logits.isfinite().all()
 
 
-def test_the_way_of_transformers_works() -> None:
+def test_lora_with_transformers_add_adapter() -> None:
     model = tt()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     model(**batch()).loss.backward()
     assert {name.split(".")[-3] for name, p in model.named_parameters() if p.grad is not None} <= {"lora_A", "lora_B"}
 
 
-def test_layers_outside_of_transformers_work() -> None:
+def test_lora_on_custom_model() -> None:
     model = nn.Sequential(sc.TTLinear(24, 36, rank=4), nn.ReLU(), sc.TTLinear(36, 8, rank=4))
     x = torch.randn(3, 24)
     before = model(x)
@@ -133,24 +133,24 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_adapters_that_need_a_matrix_are_refused_with_the_way_out(words: str) -> None:
+def test_adapters_that_need_dense_weight_are_refused(words: str) -> None:
     model = tt()
     before = model(**batch()).logits
     with pytest.raises(UserError, match=words) as caught:
         peft.get_peft_model(model, REFUSED[words]())
-    assert "densify" in str(caught.value) or "give one of" in str(caught.value)
+    assert "densify" in str(caught.value) or "use one of" in str(caught.value)
     assert torch.equal(model(**batch()).logits, before)
 
 
-def test_experts_are_refused_and_left_out_of_all_linear() -> None:
-    with pytest.raises(UserError, match=r"mlp\.experts is a TTExperts, which takes no adapters"):
-        adapted(tt("mixtral"), ["experts"])
-    model = adapted(tt("mixtral"))
+def test_lora_refuses_experts_and_all_linear_skips_them() -> None:
+    with pytest.raises(UserError, match=r"mlp\.experts is a TTExperts, which does not support adapters"):
+        add_lora(tt("mixtral"), ["experts"])
+    model = add_lora(tt("mixtral"))
     assert not any("experts" in name for name in model.base_model.targeted_module_names)
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_the_order_of_imports_does_not_matter(late: bool) -> None:
+def test_lora_with_any_import_order(late: bool) -> None:
     """Run in a separate process, in which nothing has imported peft yet."""
     first, second = ("import scantling as sc; sc.TTLinear; sc.tensorize", "import peft")
     code = f"""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import scantling as sc
 from scantling.errors import UserError
 from scantling.tensor import layer as layer_module
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMHead
 from scantling.tensor.layer import TTLayer, keep_merged, merge_once
 
 
@@ -40,29 +40,29 @@ def backward(model: Net, passes: int) -> None:
         nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
 
 
-def written(core: nn.Parameter) -> None:
+def write_in_place(core: nn.Parameter) -> None:
     core.data.mul_(1.5)
 
 
-def swapped(core: nn.Parameter) -> None:
+def swap_data(core: nn.Parameter) -> None:
     core.data = 1.5 * core.data
 
 
-def by_vector(core: nn.Parameter) -> None:
+def write_from_vector(core: nn.Parameter) -> None:
     nn.utils.vector_to_parameters(1.5 * nn.utils.parameters_to_vector([core]), [core])
 
 
-def by_numpy(core: nn.Parameter) -> None:
+def write_with_numpy(core: nn.Parameter) -> None:
     core.detach().numpy()[...] *= 1.5
 
 
-def after_step(core: nn.Parameter) -> None:
+def take_step(core: nn.Parameter) -> None:
     core.grad = core.detach().clone()
     torch.optim.AdamW([core], lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [written, swapped, by_vector, by_numpy, after_step])
-def test_evaluation_sees_every_change_of_a_core(change: Callable[[nn.Parameter], None]) -> None:
+@pytest.mark.parametrize("change", [write_in_place, swap_data, write_from_vector, write_with_numpy, take_step])
+def test_evaluation_sees_changed_cores(change: Callable[[nn.Parameter], None]) -> None:
     model = net().eval()
     ids = torch.randint(60, (5, 7))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_evaluation_sees_every_change_of_a_core(change: Callable[[nn.Parameter],
 
 
 @pytest.mark.parametrize("with_controls", [False, True])
-def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> None:
+def test_merge_once_gradients_match_separate_passes(with_controls: bool) -> None:
     model = net()
     if with_controls:
         sc.RankAdapter(model)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_every_pass_by_itself(with_controls: bool) -> Non
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("with_controls", [False, True])
-def test_passes_may_be_checkpointed(use_reentrant: bool, with_controls: bool) -> None:
+def test_merge_once_with_checkpointing(use_reentrant: bool, with_controls: bool) -> None:
     layers: list[tuple[nn.Module, Tensor]] = [
         (sc.TTLinear(48, 48, 9).double(), torch.randn(40, 48, dtype=torch.float64, requires_grad=True)),
         (sc.TTMEmbedding(60, 48, 6, num_modes=3).double(), torch.arange(50)),
@@ -112,15 +112,15 @@ def test_passes_may_be_checkpointed(use_reentrant: bool, with_controls: bool) ->
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_it_merges_once() -> None:
+def test_merge_once_merges_once() -> None:
     model = net()
     merges: list[int] = []
 
-    def counted(self: layer_module.TTLayer) -> list[Tensor]:
+    def count_calls(self: layer_module.TTLayer) -> list[Tensor]:
         merges.append(1)
         return list(self.cores)
 
-    with patch.object(layer_module.TTLayer, "gated", counted):
+    with patch.object(layer_module.TTLayer, "gated_cores", count_calls):
         backward(model, 4)
         alone = len(merges)
         merges.clear()
@@ -130,20 +130,20 @@ def test_it_merges_once() -> None:
         assert len(merges) <= 3 + 1  # with more ids, another order may be the best
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_merge_once_leaves_no_state() -> None:
     model = net()
 
-    def broken_off() -> None:
+    def abort() -> None:
         with merge_once(model, 2):
             backward(model, 1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        broken_off()
+        abort()
     assert model.linear.cores[0].grad is None
-    with merge_once(model, 1), pytest.raises(RuntimeError, match="in force"), merge_once(model, 1):
+    with merge_once(model, 1), pytest.raises(RuntimeError, match="already active"), merge_once(model, 1):
         pass
-    with pytest.raises(UserError, match="passes must be at least 1; given 0"), merge_once(model, 0):
+    with pytest.raises(UserError, match="passes=0; it must be at least 1"), merge_once(model, 0):
         pass
     with merge_once(model, 1):
         pass
@@ -151,18 +151,18 @@ def test_nothing_is_left_of_it() -> None:
     assert model.linear.cores[0].grad is not None
 
 
-def test_what_is_kept_serves_all_passes_without_gradients() -> None:
+def test_keep_merged_serves_all_passes_without_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     merges: list[int] = []
-    gated = TTLayer.gated
+    gated = TTLayer.gated_cores
 
-    def counted(self: TTLayer) -> list[Tensor]:
+    def count_calls(self: TTLayer) -> list[Tensor]:
         merges.append(1)
         return gated(self)
 
     expected = model(ids).detach()
-    with patch.object(TTLayer, "gated", counted), keep_merged(model), torch.no_grad():
+    with patch.object(TTLayer, "gated_cores", count_calls), keep_merged(model), torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(model(ids), expected)
         assert 1 <= len(merges) <= 3  # an embedding and a head may use the same blocks
@@ -176,7 +176,7 @@ def test_what_is_kept_serves_all_passes_without_gradients() -> None:
     assert model.linear._merged_kept is None
 
 
-def test_passes_with_gradients_do_not_take_what_is_kept() -> None:
+def test_keep_merged_does_not_serve_passes_with_gradients() -> None:
     model = net()
     ids = torch.arange(40).view(4, 10)
     twin = copy.deepcopy(model)
@@ -205,7 +205,7 @@ SIZES: dict[str, tuple[Callable[[], TTLayer], Callable[[int], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
+def test_keep_merged_memory_is_bounded(name: str) -> None:
     made, input_of = SIZES[name]
     layer = made()
     with keep_merged(layer), torch.no_grad():
@@ -217,14 +217,14 @@ def test_what_is_kept_is_a_small_multiple_of_the_cores(name: str) -> None:
             assert kept <= 8 * sum(core.numel() for core in layer.cores)
 
 
-def test_a_linear_layer_keeps_its_two_halves() -> None:
+def test_keep_merged_keeps_two_blocks_of_linear_layer() -> None:
     layer = sc.TTLinear(768, 3072, 30)
     with keep_merged(layer), torch.no_grad():
         layer(torch.randn(64, 768))
         assert sorted(block.numel() for block in (layer._merged_kept or {}).values()) == [768 * 30, 3072 * 30]
 
 
-def test_the_passes_of_a_step_hold_no_dense_table() -> None:
+def test_merge_once_holds_no_dense_table() -> None:
     table = sc.TTMEmbedding(4096, 64, 8)
     with merge_once(table, 64):
         for _ in range(2):

@@ -14,7 +14,7 @@ from scantling.tensor.modes import boxes, check_modes, digits, split
 
 
 @given(st.integers(1, 200_000), st.integers(1, 5))
-def test_modes_hold_the_dimension_with_little_padding(size: int, num_modes: int) -> None:
+def test_split_covers_dimension_with_little_padding(size: int, num_modes: int) -> None:
     modes = split(size, num_modes)
     assert len(modes) == num_modes
     assert list(modes) == sorted(modes, reverse=True)
@@ -35,12 +35,12 @@ def test_modes_hold_the_dimension_with_little_padding(size: int, num_modes: int)
         (30522, 4, (14, 14, 13, 12)),
     ],
 )
-def test_modes_of_known_sizes(size: int, num_modes: int, modes: tuple[int, ...]) -> None:
+def test_split_of_known_sizes(size: int, num_modes: int, modes: tuple[int, ...]) -> None:
     assert split(size, num_modes) == modes
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_hold_each_index_below_the_size_once(modes: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_each_valid_index_once(modes: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, prod(modes)))
     held = [digits for box in boxes(size, modes) for digits in product(*(range(s.start, s.stop) for s in box))]
     assert sorted(held) == [digits(index, modes) for index in range(size)]
@@ -48,14 +48,19 @@ def test_boxes_hold_each_index_below_the_size_once(modes: list[int], data: st.Da
 
 @pytest.mark.parametrize(
     ("modes", "message"),
-    [((4, 4), "hold 16 indices, fewer than the 17"), ((4, 0), "positive"), ((2,) * 6, "1 to 5"), ((), "1 to 5")],
+    [
+        ((4, 4), "product is 16; it must be at least the dimension, 17"),
+        ((4, 0), "positive"),
+        ((2,) * 6, "1 to 5"),
+        ((), "1 to 5"),
+    ],
 )
-def test_wrong_modes_are_refused(modes: tuple[int, ...], message: str) -> None:
+def test_check_modes_refuses_invalid_modes(modes: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_modes(modes, 17, "in_modes")
 
 
 @pytest.mark.parametrize(("size", "num_modes"), [(0, 3), (8, 0), (8, 6), (8, True)])
-def test_wrong_splits_are_refused(size: int, num_modes: int) -> None:
+def test_split_refuses_invalid_arguments(size: int, num_modes: int) -> None:
     with pytest.raises(UserError, match="given"):
         split(size, num_modes)

@@ -1,4 +1,4 @@
-"""Tests of TT models in transformers folders: saved, loaded, and refused by code that does not know them."""
+"""Tests of TT models in transformers folders: saved, loaded, and assert_refused by code that does not know them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES, batch, logits, made
+from families import FAMILIES, batch, logits, make_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -23,9 +23,9 @@ from scantling.tensor.replace import find_tt_layers
 RANK = 4
 
 
-def converted(family: str) -> Any:
+def make_tt_model(family: str) -> Any:
     """Return a TT model after 20 training steps."""
-    model = sc.tensorize(made(family), RANK)
+    model = sc.tensorize(make_model(family), RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(20):
         model(**batch(model=model)).loss.backward()
@@ -35,8 +35,8 @@ def converted(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_models_are_equal_to_the_bit(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = converted(family)
+def test_pretrained_round_trip_is_bitwise(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_tt_model(family)
     wanted = logits(model)
     model.save_pretrained(tmp_path / "one")
     loaded = sc.load(tmp_path / "one")
@@ -55,30 +55,30 @@ def test_loaded_models_are_equal_to_the_bit(family: str, tmp_path: Path, caplog:
     assert torch.equal(logits(dense), logits(loaded))
 
 
-def started(code: str) -> subprocess.Popen[str]:
+def start_process(code: str) -> subprocess.Popen[str]:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + code
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_new_process_and_one_that_does_not_know_cores(tmp_path: Path) -> None:
-    """A state dict loads into a freshly converted model, and a folder into any Auto class, with the same bits.
+def test_pretrained_in_new_process_and_without_scantling(tmp_path: Path) -> None:
+    """A state dict loads into a freshly make_tt_model model, and a folder into any Auto class, with the same bits.
 
     If TT classes are not registered, transformers must raise instead of starting with new weights.
     """
     for family in FAMILIES:
-        model = converted(family)
+        model = make_tt_model(family)
         torch.save({"state": model.state_dict(), "logits": logits(model)}, tmp_path / f"{family}.pt")
         model.save_pretrained(tmp_path / family)
-    knowing = started(f"""
+    knowing = start_process(f"""
 import torch
-from families import FAMILIES, logits, made
+from families import FAMILIES, logits, make_model
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 from transformers import AutoModelForSeq2SeqLM
 import scantling as sc
 from scantling import hf
 for family in FAMILIES:
     saved = torch.load(f"{tmp_path}/{{family}}.pt", weights_only=True)
-    model = sc.tensorize(made(family, seed=7), {RANK})
+    model = sc.tensorize(make_model(family, seed=7), {RANK})
     assert not torch.equal(logits(model), saved["logits"]), family
     model.load_state_dict(saved["state"])
     assert torch.equal(logits(model), saved["logits"]), family
@@ -88,7 +88,7 @@ for family in FAMILIES:
     assert torch.equal(logits(loaded), saved["logits"]), family
 print("equal", len(FAMILIES))
 """)
-    ignorant = started(f"""
+    ignorant = start_process(f"""
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 classes = {{"t5": (AutoModelForSeq2SeqLM, AutoModel), "mixtral": (AutoModelForCausalLM,)}}
 for name, autos in {{**classes, "llama-tied": (AutoModelForCausalLM, AutoModel)}}.items():
@@ -96,7 +96,7 @@ for name, autos in {{**classes, "llama-tied": (AutoModelForCausalLM, AutoModel)}
         try:
             auto.from_pretrained(f"{tmp_path}/{{name}}")
         except RuntimeError as error:
-            print("refused", "size" in str(error))
+            print("assert_refused", "size" in str(error))
         else:
             print(name, auto.__name__, "took it")
 assert "scantling" not in sys.modules
@@ -104,15 +104,17 @@ assert "scantling" not in sys.modules
     out, errors = knowing.communicate()
     assert out.strip() == f"equal {len(FAMILIES)}", errors
     out, errors = ignorant.communicate()
-    assert out.splitlines() == ["refused True"] * 5, errors
+    assert out.splitlines() == ["assert_refused True"] * 5, errors
     assert "got scantling" in errors, "nothing says what is missing"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
-def test_experts_alone_are_refused_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_checkpoint_is_refused_without_scantling(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.quantizers import auto
 
-    model = sc.tensorize(made(family), {"*experts": RANK})
+    model = sc.tensorize(make_model(family), {"*experts": RANK})
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(sc.load(tmp_path)), logits(model))
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "scantling")
@@ -120,8 +122,8 @@ def test_experts_alone_are_refused_too(family: str, tmp_path: Path, monkeypatch:
         type(model).from_pretrained(tmp_path)
 
 
-def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = converted("bert")
+def test_pretrained_base_model_and_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_tt_model("bert")
     model.save_pretrained(tmp_path / "lm")
     base = transformers.AutoModel.from_pretrained(tmp_path / "lm", add_pooling_layer=False)
     ids = batch()["input_ids"]
@@ -142,9 +144,9 @@ def test_a_base_model_and_models_built_on_it(tmp_path: Path, caplog: pytest.LogC
         assert not on_top.cls.predictions.decoder.bias.any()
 
 
-def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
+def test_pretrained_saves_changed_ranks(tmp_path: Path) -> None:
     """The folder holds the current ranks, even if a neighbor could hold only fewer, or a bond has rank 0."""
-    model = converted("llama-tied")
+    model = make_tt_model("llama-tied")
     model.save_pretrained(tmp_path)
     layer, dead = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj
     table = model.model.embed_tokens
@@ -163,8 +165,8 @@ def test_ranks_that_have_changed_since(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = made("mixtral").to(dtype)
+def test_pretrained_saves_rank_gates(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model("mixtral").to(dtype)
     sc.tensorize(model, RANK)
     adapter = sc.RankAdapter(model, size_target=0.7)
     with torch.no_grad():
@@ -186,8 +188,8 @@ def test_ranks_that_are_being_adapted(tmp_path: Path, dtype: torch.dtype) -> Non
     assert (logits(loaded) - logits(model)).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * scale
 
 
-def test_what_is_in_the_folder(tmp_path: Path) -> None:
-    model = converted("llama-tied")
+def test_pretrained_folder_contents(tmp_path: Path) -> None:
+    model = make_tt_model("llama-tied")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "scantling"
@@ -197,13 +199,13 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert state[config["guard"]].shape == (1,)
     assert state.keys() - {config["guard"]} == model.state_dict().keys()
     model.load_state_dict(state)
-    stranger = copy.deepcopy(made("llama-tied"))
+    stranger = copy.deepcopy(make_model("llama-tied"))
     with pytest.raises(RuntimeError, match="size mismatch"):
         stranger.load_state_dict(state, strict=False)
 
 
-def test_dtype_and_shards(tmp_path: Path) -> None:
-    model = converted("llama")
+def test_pretrained_dtype_and_shards(tmp_path: Path) -> None:
+    model = make_tt_model("llama")
     for param in model.parameters():  # not buffers, because the rotary ones are recomputed in fp32
         param.data = param.data.to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="4KB")
@@ -214,37 +216,43 @@ def test_dtype_and_shards(tmp_path: Path) -> None:
     assert sc.load(tmp_path, dtype=torch.float32).lm_head.cores[0].dtype == torch.float32
 
 
-def test_dense_models_are_loaded_as_they_are(tmp_path: Path) -> None:
-    model = made("bert")
+def test_load_dense_models(tmp_path: Path) -> None:
+    model = make_model("bert")
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(sc.load(tmp_path)), logits(model))
 
 
-def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no .*config\.json; give a folder of save_pretrained"):
+def test_load_refuses_invalid_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"it has no config\.json; give a folder that save_pretrained"):
         sc.load(tmp_path / "nothing")
-    model = converted("llama-tied")
+    model = make_tt_model("llama-tied")
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
 
-    def refused(changed: dict[str, Any], message: str) -> None:
+    def assert_refused(changed: dict[str, Any], message: str) -> None:
         path.write_text(json.dumps(changed))
         with pytest.raises(UserError, match=message):
             sc.load(tmp_path)
 
-    refused({**config, "architectures": ["LlamaForNothing"]}, "no model class 'LlamaForNothing'")
+    assert_refused({**config, "architectures": ["LlamaForNothing"]}, "no model class 'LlamaForNothing'")
     weights = (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
-    refused(config, f"cannot load {tmp_path}: .*model.safetensors")
+    assert_refused(config, f"cannot load {tmp_path}: .*model.safetensors")
     weights.rename(tmp_path / "model.safetensors")
     quantization = config["quantization_config"]
-    refused({**config, "quantization_config": {**quantization, "format": 99}}, "newer scantling, in format 99")
+    assert_refused(
+        {**config, "quantization_config": {**quantization, "format": 99}}, "given format 99 of a newer scantling"
+    )
     layers = copy.deepcopy(quantization["layers"])
     layers["model.norm"] = layers.pop("model.layers.0.mlp.up_proj")
-    refused({**config, "quantization_config": {**quantization, "layers": layers}}, "model.norm is a LlamaRMSNorm")
+    assert_refused(
+        {**config, "quantization_config": {**quantization, "layers": layers}}, "model.norm is a LlamaRMSNorm"
+    )
     layers = copy.deepcopy(quantization["layers"])
     layers["model.layers.0.mlp.up_proj"]["in_modes"] = [2, 2]
-    refused({**config, "quantization_config": {**quantization, "layers": layers}}, r"up_proj: in_modes=\(2, 2\) hold 4")
+    assert_refused(
+        {**config, "quantization_config": {**quantization, "layers": layers}}, r"up_proj: given in_modes=\(2, 2\)"
+    )
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         sc.load(tmp_path)
@@ -258,7 +266,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no values for model\.layers\.0\.mlp\.up_proj\.cores\.2"):
         sc.load(tmp_path)
 
-    converted("bert").save_pretrained(tmp_path / "bert")
+    make_tt_model("bert").save_pretrained(tmp_path / "bert")
     weights = load_file(tmp_path / "bert" / "model.safetensors")
     del weights["bert.encoder.layer.0.output.dense.bias"]
     save_file(weights, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
@@ -266,26 +274,26 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         sc.load(tmp_path / "bert")
 
 
-def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
+def test_load_refuses_offloaded_layers(tmp_path: Path) -> None:
     from accelerate import cpu_offload
 
-    model = sc.tensorize(made("llama"), {"*layers*": RANK})
+    model = sc.tensorize(make_model("llama"), {"*layers*": RANK})
     model.save_pretrained(tmp_path)
     places = {"model.layers": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    with pytest.raises(UserError, match=r"model\.layers\.0\..* is a TT layer, which cannot be offloaded to disk"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\..* is a TT layer, which device_map cannot offload to disk"):
         sc.load(tmp_path, device_map={**places, "lm_head": "cpu"})
     cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
         logits(model)
 
 
-def test_a_head_that_is_untied_since_its_base_alone_was_converted_is_not_tied_again(tmp_path: Path) -> None:
-    model = made("llama-tied")
+def test_load_refuses_untied_head_of_converted_base(tmp_path: Path) -> None:
+    model = make_model("llama-tied")
     sc.tensorize(model.model, RANK)
     model.model.save_pretrained(tmp_path / "base")  # shares its configuration with the whole model
     model.save_pretrained(tmp_path / "whole")
     with pytest.raises(
-        UserError, match=r"without a place in its LlamaForCausalLM of config.json, such as lm_head\.weight"
+        UserError, match=r"that the LlamaForCausalLM of config.json does not have, such as lm_head\.weight"
     ):
         sc.load(tmp_path / "whole")
     assert type(sc.load(tmp_path / "base")) is type(model.model)
@@ -314,9 +322,9 @@ def trainer(model: Any, folder: Path, steps: int) -> transformers.Trainer:
     )
 
 
-def test_in_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pretrained_in_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Trainer checkpoints are normal folders, a model loaded from one can be trained, and a run resumes."""
-    straight = trainer(converted("llama-tied"), tmp_path / "straight", 4)
+    straight = trainer(make_tt_model("llama-tied"), tmp_path / "straight", 4)
     straight.train()
     middle = sc.load(tmp_path / "straight" / "checkpoint-2")
     end = sc.load(tmp_path / "straight" / "checkpoint-4")

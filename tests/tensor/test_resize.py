@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tensor.families import FAMILIES, VOCAB, batch, made
+from tensor.families import FAMILIES, VOCAB, batch, make_model
 
 import scantling as sc
 from scantling.errors import UserError
@@ -24,8 +24,8 @@ def every(name: str, module: Any) -> bool:
 
 @pytest.mark.parametrize("tokens", [VOCAB + 1, 4 * VOCAB, 70])
 @pytest.mark.parametrize("family", LANGUAGE)
-def test_resized_models_keep_their_logits_train_save_and_densify(family: str, tokens: int, tmp_path: Path) -> None:
-    model = made(family)
+def test_resized_models_keep_logits_train_save_and_densify(family: str, tokens: int, tmp_path: Path) -> None:
+    model = make_model(family)
     sc.tensorize(model, 64, init="svd", filter_fn=every)
     kept = min(tokens, VOCAB)
     inputs = {name: ids % kept for name, ids in batch(model=model).items()}
@@ -52,9 +52,9 @@ def test_resized_models_keep_their_logits_train_save_and_densify(family: str, to
     dense.resize_token_embeddings(tokens + 1)
 
 
-def test_only_the_head_or_only_the_table_may_be_tt() -> None:
+def test_resize_with_only_head_or_only_table_as_tt() -> None:
     for pattern in ("lm_head", "*embed_tokens"):
-        model = made("llama")
+        model = make_model("llama")
         sc.tensorize(model, {pattern: 8})
         before = model(**batch()).logits
         model.resize_token_embeddings(VOCAB + 40)
@@ -63,17 +63,17 @@ def test_only_the_head_or_only_the_table_may_be_tt() -> None:
         torch.testing.assert_close(after[..., :VOCAB], before)
 
 
-def test_pad_to_multiple_of_is_followed() -> None:
-    model = sc.tensorize(made("llama"), 8)
+def test_resize_pads_to_multiple() -> None:
+    model = sc.tensorize(make_model("llama"), 8)
     assert model.resize_token_embeddings(pad_to_multiple_of=64).num_embeddings == 128
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size == 128
     assert model.resize_token_embeddings() is model.get_input_embeddings()
 
 
 @pytest.mark.parametrize("mean", [True, False])
-def test_new_slices_follow_mean_resizing(mean: bool) -> None:
+def test_resize_follows_mean_resizing(mean: bool) -> None:
     torch.manual_seed(0)
-    model = sc.tensorize(made("llama"), 16)
+    model = sc.tensorize(make_model("llama"), 16)
     old = model.get_input_embeddings().dense_weight().detach()
     table = model.resize_token_embeddings(5 * VOCAB, mean_resizing=mean)
     rows = table.dense_weight().detach()
@@ -82,7 +82,7 @@ def test_new_slices_follow_mean_resizing(mean: bool) -> None:
     assert (share < 0.7) if mean else (0.5 < share < 2.0)
 
 
-def test_a_padding_row_beyond_the_end_is_dropped() -> None:
+def test_resize_drops_padding_row_beyond_end() -> None:
     config = hf.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, pad_token_id=95
     )
@@ -92,14 +92,14 @@ def test_a_padding_row_beyond_the_end_is_dropped() -> None:
     assert sc.densify(model).get_input_embeddings().padding_idx is None
 
 
-def test_a_base_that_was_tensorized_alone_is_resized_too() -> None:
-    model = made("llama")
+def test_resize_of_separately_tensorized_base() -> None:
+    model = make_model("llama")
     sc.tensorize(model.model, 8)
     model.resize_token_embeddings(VOCAB + 8)
     assert model(**batch()).logits.shape[-1] == VOCAB + 8
 
 
-def test_a_buffer_of_the_logits_is_resized_too() -> None:
+def test_resize_of_logits_buffer() -> None:
     config = hf.BartConfig(
         d_model=32,
         encoder_layers=1,
@@ -116,8 +116,8 @@ def test_a_buffer_of_the_logits_is_resized_too() -> None:
     torch.testing.assert_close(model(**batch()).logits[..., :VOCAB], before)
 
 
-def test_ranks_that_adapt_are_not_resized() -> None:
-    model = sc.tensorize(made("llama"), 8)
+def test_resize_refuses_attached_adapter() -> None:
+    model = sc.tensorize(make_model("llama"), 8)
     adapter = sc.RankAdapter(model, size_target=0.5, steps=4)
     with pytest.raises(UserError, match=r"RankAdapter is attached.*resize before"):
         model.resize_token_embeddings(VOCAB + 1)
@@ -126,12 +126,12 @@ def test_ranks_that_adapt_are_not_resized() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, -3])
-def test_sizes_that_cannot_be_are_refused(tokens: int) -> None:
-    with pytest.raises(UserError, match="new_num_tokens must be a positive integer"):
-        sc.tensorize(made("llama"), 8).resize_token_embeddings(tokens)
+def test_resize_refuses_invalid_sizes(tokens: int) -> None:
+    with pytest.raises(UserError, match=r"new_num_tokens=.* must be a positive integer"):
+        sc.tensorize(make_model("llama"), 8).resize_token_embeddings(tokens)
 
 
-def test_a_head_in_two_parts_is_refused() -> None:
+def test_resize_refuses_split_head() -> None:
     config = hf.MobileBertConfig(
         vocab_size=VOCAB,
         hidden_size=64,

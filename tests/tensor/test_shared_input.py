@@ -57,7 +57,7 @@ class Wide(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Written(Attention):
+class ParentWithCall(Attention):
     """Attention with a given forward pass."""
 
     def __init__(self, call: Callable[[Any, Tensor], list[Tensor]]) -> None:
@@ -68,11 +68,11 @@ class Written(Attention):
         return torch.cat(self.call(self, x), dim=-1)
 
 
-def written(call: Callable[[Any, Tensor], list[Tensor]]) -> tuple[Written, Written]:
+def make_pair(call: Callable[[Any, Tensor], list[Tensor]]) -> tuple[ParentWithCall, ParentWithCall]:
     """Return the same as `pair`, with another forward pass."""
     torch.manual_seed(0)
-    shared_input = sc.tensorize(Written(call).double(), rank=6, filter_fn=lambda name, module: True)
-    assert isinstance(shared_input, Written)
+    shared_input = sc.tensorize(ParentWithCall(call).double(), rank=6, filter_fn=lambda name, module: True)
+    assert isinstance(shared_input, ParentWithCall)
     alone = copy.deepcopy(shared_input)
     for layer in alone.modules():
         if isinstance(layer, TTLinear):
@@ -86,7 +86,7 @@ def widths(tokens: int = 512, size: int = 48) -> Iterator[list[int]]:
         yield mode.widths
 
 
-def test_the_first_product_is_one_and_outputs_and_gradients_are_those_of_separate_layers() -> None:
+def test_shared_product_matches_separate_layers() -> None:
     shared_input, alone = pair()
     x = torch.randn(512, 48, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(512, 96, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_the_first_product_is_one_and_outputs_and_gradients_are_those_of_separat
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_few_tokens_are_contracted_with_each_layer_alone() -> None:
+def test_shared_product_is_not_used_for_few_tokens() -> None:
     shared_input, _ = pair()
     assert len(shared_input.q_proj.plan(1).steps) > 2
     with widths(1) as counted:
@@ -109,7 +109,7 @@ def test_few_tokens_are_contracted_with_each_layer_alone() -> None:
     assert 18 not in counted
 
 
-def of_different_inputs(own: Any, x: Tensor) -> list[Tensor]:
+def with_different_inputs(own: Any, x: Tensor) -> list[Tensor]:
     return [own.q_proj(x), own.k_proj(x + 1.0), own.v_proj(x + 1.0)]
 
 
@@ -123,7 +123,7 @@ def checkpointed_one_by_one(own: Any, x: Tensor) -> list[Tensor]:
     return [checkpoint(layer, x, use_reentrant=False) for layer in (own.q_proj, own.k_proj, own.v_proj)]
 
 
-def one_left_out(own: Any, x: Tensor) -> list[Tensor]:
+def skip_one_layer(own: Any, x: Tensor) -> list[Tensor]:
     return [own.q_proj(x), own.k_proj(x)]
 
 
@@ -134,10 +134,10 @@ def twice(own: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     "call",
-    [of_different_inputs, partly_without_gradients, checkpointed_one_by_one, one_left_out, twice],
+    [with_different_inputs, partly_without_gradients, checkpointed_one_by_one, skip_one_layer, twice],
 )
-def test_whatever_a_module_does_with_its_layers_it_gets_what_they_compute_alone(call: Any, checkpointed: bool) -> None:
-    shared_input, alone = written(call)
+def test_shared_product_is_correct_for_any_call_order(call: Any, checkpointed: bool) -> None:
+    shared_input, alone = make_pair(call)
     for number in range(3):
         x = torch.randn(512, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         results = []
@@ -156,28 +156,28 @@ def test_whatever_a_module_does_with_its_layers_it_gets_what_they_compute_alone(
                 model.zero_grad(set_to_none=True)
 
 
-def test_layers_that_share_nothing_are_left_alone_from_the_second_pass_on() -> None:
-    for call in (of_different_inputs, one_left_out):
-        shared_input, _ = written(call)
+def test_shared_product_is_disabled_after_unshared_pass() -> None:
+    for call in (with_different_inputs, skip_one_layer):
+        shared_input, _ = make_pair(call)
         x = torch.randn(512, 48, dtype=torch.float64)
         shared_input(x).sum().backward()
         shared_input.zero_grad(set_to_none=True)
         with widths() as counted:
             shared_input(x).sum().backward()
         assert 18 not in counted
-        if call is one_left_out:
+        if call is skip_one_layer:
             assert all(parameter.grad is None for parameter in shared_input.v_proj.parameters())
 
 
-def test_an_input_changed_in_place_is_seen() -> None:
-    shared_input, alone = written(lambda own, x: [own.q_proj(x), own.k_proj(x.mul_(2.0)), own.v_proj(x)])
+def test_shared_product_detects_input_changed_in_place() -> None:
+    shared_input, alone = make_pair(lambda own, x: [own.q_proj(x), own.k_proj(x.mul_(2.0)), own.v_proj(x)])
     x = torch.randn(512, 48, dtype=torch.float64)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             torch.testing.assert_close(shared_input(x.clone()), alone(x.clone()), rtol=1e-12, atol=1e-12)
 
 
-def test_layers_called_by_themselves_are_alone() -> None:
+def test_layers_called_outside_parent_compute_separately() -> None:
     shared_input, alone = pair()
     x = torch.randn(512, 48, dtype=torch.float64, requires_grad=True)
     with widths() as counted:
@@ -189,7 +189,7 @@ def test_layers_called_by_themselves_are_alone() -> None:
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_layers_with_and_without_gradients_are_not_joined() -> None:
+def test_layers_with_and_without_gradients_are_not_fused() -> None:
     shared_input, alone = pair()
     shared_input.q_proj.requires_grad_(False)
     x = torch.randn(512, 48, dtype=torch.float64)
@@ -199,7 +199,7 @@ def test_layers_with_and_without_gradients_are_not_joined() -> None:
     torch.testing.assert_close(outputs, alone(x), rtol=1e-12, atol=1e-12)
 
 
-def test_nothing_holds_a_model_or_an_input_but_who_uses_it() -> None:
+def test_shared_product_keeps_no_model_or_input_alive() -> None:
     shared_input, _ = pair()
     x = torch.randn(512, 48, dtype=torch.float64)
 
@@ -221,14 +221,14 @@ def test_nothing_holds_a_model_or_an_input_but_who_uses_it() -> None:
         gc.enable()
 
 
-def test_densified_modules_have_no_hooks_left() -> None:
+def test_densify_removes_shared_input_hooks() -> None:
     shared_input, _ = pair()
     sc.densify(shared_input)
     assert not shared_input._forward_pre_hooks
     assert not shared_input._forward_hooks
 
 
-def test_checkpointed_and_shared_blocks_and_autocast_and_replicas() -> None:
+def test_shared_product_with_checkpoints_autocast_and_replicas() -> None:
     shared_input, alone = pair(torch.float32)
     x = torch.randn(512, 48, requires_grad=True)
     expected = torch.autograd.grad(alone(x).square().sum(), [*alone.parameters()])
@@ -252,7 +252,7 @@ def test_checkpointed_and_shared_blocks_and_autocast_and_replicas() -> None:
     torch.testing.assert_close(replica(x), shared_input.q_proj(x))
 
 
-def test_a_dead_bond_leaves_the_bias() -> None:
+def test_shared_product_of_layers_without_ranks_is_bias() -> None:
     shared_input, _ = pair()
     x = torch.randn(512, 48, dtype=torch.float64)
     layer = shared_input.k_proj
@@ -263,7 +263,7 @@ def test_a_dead_bond_leaves_the_bias() -> None:
     torch.testing.assert_close(shared_input(x)[:, 48:72], layer.bias.expand(512, 24))
 
 
-def test_names_decide_and_a_cross_attention_keeps_its_query_apart() -> None:
+def test_cross_attention_query_is_not_fused() -> None:
     model = nn.ModuleDict({"self_attn": Attention(), "cross_attn": Attention()})
     model["other"] = nn.ModuleDict({"a": nn.Linear(48, 48), "b": nn.Linear(48, 48)})
     sc.tensorize(model, rank=6, filter_fn=lambda name, module: True)
@@ -276,7 +276,7 @@ def test_names_decide_and_a_cross_attention_keeps_its_query_apart() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_nothing_is_held_after_a_pass(grad: bool) -> None:
+def test_shared_products_are_dropped_after_pass(grad: bool) -> None:
     shared_input, _ = pair()
     shared = shared_input.q_proj.shared_input
     assert isinstance(shared, SharedInputGroup)
@@ -285,7 +285,7 @@ def test_nothing_is_held_after_a_pass(grad: bool) -> None:
     assert not shared._passes
 
 
-def test_a_compiled_model_is_whole() -> None:
+def test_shared_inputs_compile_without_graph_break() -> None:
     shared_input, alone = pair(torch.float32)
     x = torch.randn(512, 48)
     compiled = torch.compile(shared_input, fullgraph=True, backend="aot_eager")
@@ -303,6 +303,6 @@ def replica(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["joint", "alone"])
-def test_copies_without_cores_say_so(which: int) -> None:
-    with pytest.raises(UserError, match=r"nn\.DataParallel made, which leaves out cores; .*with torchrun"):
+def test_data_parallel_copies_are_refused(which: int) -> None:
+    with pytest.raises(UserError, match=r"made by nn\.DataParallel.* with torchrun"):
         replica(pair()[which])(torch.randn(500, 48, dtype=torch.float64))

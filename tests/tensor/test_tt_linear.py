@@ -26,24 +26,22 @@ LAYERS: list[tuple[tuple[int, int], dict[str, Any]]] = [
 ]
 
 
-def layer_of(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
+def make_layer(sizes: tuple[int, int], options: dict[str, Any]) -> TTLinear:
     torch.manual_seed(0)
     return TTLinear(*sizes, **options).double()
 
 
 @pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
 @pytest.mark.parametrize("lead", [(1,), (2, 3), (200,), (0,), ()], ids=str)
-def test_it_computes_what_its_dense_form_does(
-    sizes: tuple[int, int], options: dict[str, Any], lead: tuple[int, ...]
-) -> None:
-    layer = layer_of(sizes, options)
+def test_tt_linear_matches_dense(sizes: tuple[int, int], options: dict[str, Any], lead: tuple[int, ...]) -> None:
+    layer = make_layer(sizes, options)
     x = torch.randn(*lead, sizes[0], dtype=torch.float64)
     linear = layer.to_dense()
     torch.testing.assert_close(layer(x), linear(x))
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-def test_ranks_and_numbers_of_the_documented_layer() -> None:
+def test_tt_linear_documented_ranks_and_parameters() -> None:
     layer = sc.TTLinear(768, 768, rank=30, in_modes=(12, 8, 8), out_modes=(8, 8, 12), bias=True)
     assert layer.ranks == (1, 12, 30, 30, 30, 12, 1)
     assert sum(core.numel() for core in layer.cores) == 20_448
@@ -52,13 +50,13 @@ def test_ranks_and_numbers_of_the_documented_layer() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "options"), LAYERS, ids=str)
-def test_the_weight_of_a_new_layer_has_the_variance_of_a_linear(sizes: tuple[int, int], options: Any) -> None:
-    layer = layer_of(sizes, options)
+def test_tt_linear_initial_variance_matches_linear(sizes: tuple[int, int], options: Any) -> None:
+    layer = make_layer(sizes, options)
     variance = layer.dense_weight().square().mean().item()
     assert variance == pytest.approx(1 / (3 * sizes[0]), rel=1e-6)
 
 
-def test_the_weight_is_not_built_to_be_asked_for_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_metadata_does_not_build_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = TTLinear(64, 32, rank=4, dtype=torch.bfloat16)
     monkeypatch.setattr(layer, "dense_weight", lambda: pytest.fail("the matrix was built"))
     weight = layer.weight
@@ -79,21 +77,21 @@ WRITES: dict[str, Callable[[sc.TTLinear], object]] = {
 
 
 @pytest.mark.parametrize("way", WRITES)
-def test_nothing_can_be_written_into_the_weight(way: str) -> None:
+def test_weight_refuses_writes(way: str) -> None:
     layer = sc.TTLinear(16, 32, rank=4)
-    with pytest.raises(UserError, match="nothing can be written into it; change its `cores`"):
+    with pytest.raises(UserError, match="cannot be written; change its `cores`"):
         WRITES[way](layer)
     assert torch.equal(layer.weight.data, layer.dense_weight())
     assert not layer.weight.data.requires_grad
 
 
-def test_gradients_go_through_the_weight() -> None:
+def test_weight_passes_gradients_to_cores() -> None:
     layer = TTLinear(64, 32, rank=4)
     layer.weight.square().sum().backward()
     assert all(core.grad is not None and core.grad.any() for core in layer.cores)
 
 
-def test_a_copy_of_the_weight_is_a_matrix_of_its_own() -> None:
+def test_copied_weight_is_dense() -> None:
     layer = TTLinear(16, 32, rank=4)
     weight = copy.deepcopy(layer.weight)
     assert torch.equal(weight, layer.dense_weight())
@@ -102,7 +100,7 @@ def test_a_copy_of_the_weight_is_a_matrix_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 300)], ids=str)
-def test_outputs_are_contiguous_where_modes_pad_them(lead: tuple[int, ...]) -> None:
+def test_padded_outputs_are_contiguous(lead: tuple[int, ...]) -> None:
     assert TTLinear(64, 97, rank=4)(torch.randn(*lead, 64)).is_contiguous()
     table = sc.TTMEmbedding(97, 13, rank=4)
     assert table.logits(torch.randn(*lead, 13)).is_contiguous()
@@ -110,22 +108,22 @@ def test_outputs_are_contiguous_where_modes_pad_them(lead: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
-def test_gradients_and_their_gradients(num_tokens: int) -> None:
-    layer = layer_of((7, 10), {"rank": 3, "num_modes": 2})
+def test_tt_linear_gradients_match_numerical_gradients(num_tokens: int) -> None:
+    layer = make_layer((7, 10), {"rank": 3, "num_modes": 2})
     x = torch.randn(num_tokens, 7, dtype=torch.float64, requires_grad=True)
 
-    def of_all(x: torch.Tensor, *cores: torch.Tensor) -> torch.Tensor:
+    def contract_all(x: torch.Tensor, *cores: torch.Tensor) -> torch.Tensor:
         values = {f"cores.{index}": core for index, core in enumerate(cores)}
         return torch.func.functional_call(layer, values, (x,))
 
     merged = any(isinstance(step.tree, tuple) for step in layer.plan(num_tokens).steps)
     assert merged == (num_tokens == 40), "few tokens go through core after core, many through merged ones"
     inputs = (x, *layer.cores)
-    assert torch.autograd.gradcheck(of_all, inputs, fast_mode=num_tokens == 40)
-    assert torch.autograd.gradgradcheck(of_all, inputs, fast_mode=num_tokens == 40)
+    assert torch.autograd.gradcheck(contract_all, inputs, fast_mode=num_tokens == 40)
+    assert torch.autograd.gradgradcheck(contract_all, inputs, fast_mode=num_tokens == 40)
 
 
-def test_it_compiles_whole_and_not_again_for_every_number_of_tokens() -> None:
+def test_tt_linear_compiles_once_for_many_token_counts() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -140,7 +138,7 @@ def test_it_compiles_whole_and_not_again_for_every_number_of_tokens() -> None:
     assert len(graphs) <= len(best_orders(layer.network)) + 1
 
 
-def test_a_model_that_asks_for_the_dtype_compiles_whole() -> None:
+def test_weight_dtype_compiles_without_graph_break() -> None:
     layer = TTLinear(32, 32, rank=4)
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +150,7 @@ def test_a_model_that_asks_for_the_dtype_compiles_whole() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 400])
-def test_autocast_gives_what_it_gives_of_a_linear(num_tokens: int) -> None:
+def test_tt_linear_autocast_matches_linear(num_tokens: int) -> None:
     torch.manual_seed(0)
     layer = TTLinear(64, 64, rank=8)
     x = torch.randn(num_tokens, 64)
@@ -164,7 +162,7 @@ def test_autocast_gives_what_it_gives_of_a_linear(num_tokens: int) -> None:
     assert all(core.grad is not None and core.grad.dtype == torch.float32 for core in layer.cores)
 
 
-def test_copies_and_state_dicts() -> None:
+def test_tt_linear_copies_and_state_dicts() -> None:
     layer = TTLinear(24, 36, rank=4)
     other = TTLinear(24, 36, rank=4)
     other.load_state_dict(layer.state_dict())
@@ -173,7 +171,7 @@ def test_copies_and_state_dicts() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
-def test_a_checkpoint_of_other_ranks_is_refused_by_name() -> None:
+def test_load_state_dict_refuses_other_ranks() -> None:
     model = nn.Sequential(TTLinear(24, 36, rank=4))
     with pytest.raises(UserError, match=r"0: core 1 of the checkpoint has the shape \(1, \d, 3\)"):
         model.load_state_dict(nn.Sequential(TTLinear(24, 36, rank=3)).state_dict())
@@ -182,7 +180,7 @@ def test_a_checkpoint_of_other_ranks_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "options", [{"error": 1e-7, "allow_larger": True}, {"rank": 1000}, {"rank": 1000, "num_modes": 2}], ids=str
 )
-def test_from_dense_gives_the_layer_back(options: Any) -> None:
+def test_linear_from_dense_recovers_layer(options: Any) -> None:
     linear = nn.Linear(60, 37).double()
     layer = TTLinear.from_dense(linear, **options)
     x = torch.randn(5, 60, dtype=torch.float64)
@@ -190,7 +188,7 @@ def test_from_dense_gives_the_layer_back(options: Any) -> None:
     torch.testing.assert_close(layer.to_dense().weight, linear.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_from_dense_at_a_rank_is_the_best_where_one_bond_counts() -> None:
+def test_linear_from_dense_is_optimal_for_one_bond() -> None:
     linear = nn.Linear(16, 16, bias=False).double()
     layer = TTLinear.from_dense(linear, rank=5, num_modes=1)
     best = torch.linalg.svdvals(linear.weight.detach())[5:].norm()
@@ -198,7 +196,7 @@ def test_from_dense_at_a_rank_is_the_best_where_one_bond_counts() -> None:
     assert layer.bias is None
 
 
-def test_groups_take_a_core_as_a_matrix() -> None:
+def test_param_groups_treat_cores_as_matrices() -> None:
     groups = sc.param_groups(nn.Sequential(TTLinear(24, 36, rank=4)), weight_decay=0.1)
     assert {group["role"] for group in groups} == {"matrix", "vector"}
     matrices = next(group for group in groups if group["role"] == "matrix")
@@ -208,25 +206,25 @@ def test_groups_take_a_core_as_a_matrix() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank must be"),
+        ({"rank": 0}, "rank=0; it must be"),
         ({"rank": [2, 2]}, "one for each of the 5 bonds"),
-        ({"rank": 2, "in_modes": (2, 3)}, "in_modes=.* hold 6 indices"),
-        ({"rank": 2, "num_modes": 7}, "num_modes must be from 1 to 5"),
+        ({"rank": 2, "in_modes": (2, 3)}, "in_modes=.* product is 6"),
+        ({"rank": 2, "num_modes": 7}, "num_modes=.* must be from 1 to 5"),
     ],
     ids=str,
 )
-def test_wrong_layers_are_refused(options: Any, message: str) -> None:
+def test_tt_linear_refuses_invalid_arguments(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TTLinear(24, 36, **options)
 
 
 @pytest.mark.parametrize("rank", [2.5, True, None, "3", 0, [3, 3], [3, 3, True, 3, 3]])
-def test_ranks_are_positive_integers(rank: Any) -> None:
-    with pytest.raises(UserError, match="rank must be a positive integer, or one for each of the 5 bonds"):
+def test_tt_linear_refuses_invalid_ranks(rank: Any) -> None:
+    with pytest.raises(UserError, match=r"rank=.* must be a positive integer, or .* one for each of the 5 bonds"):
         TTLinear(64, 64, rank)
 
 
-def test_integers_of_other_libraries_are_integers() -> None:
+def test_tt_linear_accepts_numpy_integers() -> None:
     import numpy as np
 
     wanted = TTLinear(64, 64, 3).ranks
@@ -234,10 +232,10 @@ def test_integers_of_other_libraries_are_integers() -> None:
     assert TTLinear(64, 64, [np.int64(3)] * 5, in_modes=np.array([4, 4, 4])).ranks == wanted
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(UserError, match=r"takes 768 features; given x of the shape \(4, 384\)"):
+def test_tt_linear_refuses_mismatched_inputs() -> None:
+    with pytest.raises(UserError, match=r"the shape \(4, 384\); its last dim must be 768"):
         TTLinear(768, 8, 2)(torch.ones(4, 384))
-    with pytest.raises(UserError, match="num_modes must be from 1 to 5; given '3'"):
+    with pytest.raises(UserError, match="num_modes='3'; it must be from 1 to 5"):
         TTLinear(8, 8, 2, num_modes="3")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"given error=2\.0"):
         TTLinear.from_dense(nn.Linear(8, 8), error=2.0)
@@ -248,20 +246,20 @@ def test_what_does_not_fit_is_refused() -> None:
         TTLinear.from_dense(broken, rank=2)
 
 
-def test_a_layer_without_memory_gives_shapes() -> None:
+def test_tt_linear_on_meta_device() -> None:
     layer = TTLinear(64, 48, 4, device="meta")
     assert layer(torch.zeros(3, 64, device="meta")).shape == (3, 48)
     with pytest.raises(UserError, match="the cores of this layer are on meta, its input is on cpu"):
         layer(torch.zeros(3, 64))
 
 
-def test_from_dense_needs_to_know_how_far() -> None:
+def test_linear_from_dense_needs_rank_or_error() -> None:
     with pytest.raises(UserError, match="a rank, an error above 0"):
         TTLinear.from_dense(nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(bias: bool) -> None:
+def test_tt_linear_saves_input_and_narrow_states_for_backward(bias: bool) -> None:
     tokens, rank = 2048, 30
     layer = TTLinear(768, 3072, rank, bias=bias)
     x = torch.randn(tokens, 768, requires_grad=True)
@@ -282,21 +280,21 @@ def test_saved_for_the_backward_pass_are_x_what_is_r_wide_and_the_merged_cores(b
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: sc.TTLinear(8.0, 8, 2), "in_features must be a positive integer; given 8.0"),
-        (lambda: sc.TTLinear(8, 0, 2), "out_features must be a positive integer; given 0"),
-        (lambda: sc.TTMEmbedding(8, True, 2), "embedding_dim must be a positive integer; given True"),
-        (lambda: sc.TTMEmbedding(8, 8, 2, padding_idx=1.5), "padding_idx must be an integer; given 1.5"),
-        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=True), "capacity must be a positive integer; given True"),
-        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=2.5), "capacity must be a positive integer; given 2.5"),
+        (lambda: sc.TTLinear(8.0, 8, 2), "in_features=8.0; it must be a positive integer"),
+        (lambda: sc.TTLinear(8, 0, 2), "out_features=0; it must be a positive integer"),
+        (lambda: sc.TTMEmbedding(8, True, 2), "embedding_dim=True; it must be a positive integer"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, padding_idx=1.5), "padding_idx=1.5; it must be an integer"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=True), "capacity=True; it must be a positive integer"),
+        (lambda: sc.TTMEmbedding(8, 8, 2, capacity=2.5), "capacity=2.5; it must be a positive integer"),
     ],
 )
-def test_sizes_that_are_none(made: Callable[[], nn.Module], message: str) -> None:
+def test_tt_linear_refuses_invalid_sizes(made: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UserError, match=message):
         made()
 
 
-def test_from_dense_takes_layers_that_hold_a_matrix() -> None:
-    with pytest.raises(UserError, match=r"takes an nn.Linear, given Embedding; sc.tensorize takes whole models"):
+def test_linear_from_dense_refuses_other_layers() -> None:
+    with pytest.raises(UserError, match=r"takes an nn.Linear, given Embedding; use sc.tensorize for models"):
         TTLinear.from_dense(nn.Embedding(8, 8), rank=2)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"takes an nn.Embedding or nn.EmbeddingBag, given Linear"):
         sc.TTMEmbedding.from_dense(nn.Linear(8, 8), rank=2)  # type: ignore[arg-type]

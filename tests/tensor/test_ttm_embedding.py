@@ -22,15 +22,15 @@ TABLES: list[dict[str, Any]] = [
 ]
 
 
-def table_of(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, **more: Any) -> TTMEmbedding:
+def make_table(options: dict[str, Any], kind: type[TTMEmbedding] = TTMEmbedding, **more: Any) -> TTMEmbedding:
     torch.manual_seed(0)
     return kind(**options, **more).double()
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("shape", [(7, 11), (1,), (), (0, 3), (400,)], ids=str)
-def test_rows_are_those_of_its_dense_form(options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    table = table_of(options)
+def test_embedding_rows_match_dense(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    table = make_table(options)
     dense = table.to_dense()
     ids = torch.randint(0, options["num_embeddings"], shape)
     torch.testing.assert_close(table(ids), dense(ids))
@@ -38,8 +38,8 @@ def test_rows_are_those_of_its_dense_form(options: dict[str, Any], shape: tuple[
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
-def test_gradients_are_those_of_its_dense_form(options: dict[str, Any]) -> None:
-    table = table_of(options)
+def test_embedding_gradients_match_dense(options: dict[str, Any]) -> None:
+    table = make_table(options)
     ids = torch.randint(0, options["num_embeddings"], (30,))
     weights = torch.randn(30, options["embedding_dim"], dtype=torch.float64)
     (table(ids) * weights).sum().backward()
@@ -50,18 +50,18 @@ def test_gradients_are_those_of_its_dense_form(options: dict[str, Any]) -> None:
         torch.testing.assert_close(grad, core.grad)
 
 
-def test_numbers_of_the_documented_table() -> None:
+def test_embedding_documented_parameters() -> None:
     table = sc.TTMEmbedding(30522, 768, rank=32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
     assert table.ranks == (1, 32, 32, 32, 1)
     assert table.num_parameters() == sum(core.numel() for core in table.cores) == 167_808
 
 
 @pytest.mark.parametrize("options", [o for o in TABLES if "padding_idx" not in o], ids=str)
-def test_a_new_table_has_entries_of_variance_1(options: dict[str, Any]) -> None:
-    assert table_of(options).dense_weight().square().mean().item() == pytest.approx(1.0, rel=1e-6)
+def test_embedding_initial_variance_is_one(options: dict[str, Any]) -> None:
+    assert make_table(options).dense_weight().square().mean().item() == pytest.approx(1.0, rel=1e-6)
 
 
-def test_ten_million_rows_take_no_index_memory() -> None:
+def test_large_table_needs_no_index_memory() -> None:
     table = sc.TTMEmbedding(10_131_227, 32, rank=16)
     assert list(table.buffers()) == []
     assert sum(core.numel() for core in table.cores) < 100_000
@@ -72,7 +72,7 @@ def test_ten_million_rows_take_no_index_memory() -> None:
     assert all(core.grad is not None for core in table.cores)
 
 
-def test_an_id_that_occurs_often_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_ids_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = TTMEmbedding(1000, 8, rank=4)
     seen: list[int] = []
     original = table.rows
@@ -83,17 +83,17 @@ def test_an_id_that_occurs_often_is_looked_up_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("max_elements", [1 << 24, 50])
-def test_logits_are_products_with_all_rows(options: dict[str, Any], max_elements: int) -> None:
-    table = table_of(options)
+def test_logits_match_dense_product(options: dict[str, Any], max_elements: int) -> None:
+    table = make_table(options)
     hidden = torch.randn(3, 5, options["embedding_dim"], dtype=torch.float64)
     torch.testing.assert_close(table.logits(hidden, max_elements), hidden @ table.dense_weight().t())
 
 
-def test_gradients_of_logits() -> None:
-    table = table_of({"num_embeddings": 11, "embedding_dim": 6, "rank": 2, "num_modes": 2})
+def test_logits_gradients_match_dense() -> None:
+    table = make_table({"num_embeddings": 11, "embedding_dim": 6, "rank": 2, "num_modes": 2})
     hidden = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
 
-    def of_all(hidden: Tensor, *cores: Tensor) -> Tensor:
+    def compute(hidden: Tensor, *cores: Tensor) -> Tensor:
         class Tied(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -105,11 +105,11 @@ def test_gradients_of_logits() -> None:
         values = {f"table.cores.{index}": core for index, core in enumerate(cores)}
         return torch.func.functional_call(Tied(), values, (hidden,))
 
-    assert torch.autograd.gradcheck(of_all, (hidden, *table.cores))
-    assert torch.autograd.gradgradcheck(of_all, (hidden, *table.cores), fast_mode=True)
+    assert torch.autograd.gradcheck(compute, (hidden, *table.cores))
+    assert torch.autograd.gradgradcheck(compute, (hidden, *table.cores), fast_mode=True)
 
 
-def test_rows_of_blocks_are_not_kept_for_the_backward_pass() -> None:
+def test_lookup_does_not_save_block_rows_for_backward() -> None:
     table = TTMEmbedding(30522, 768, 32, row_modes=(16, 20, 10, 10), col_modes=(4, 4, 8, 6))
     ids = torch.randperm(30522)[:1024]
     saved: dict[int, int] = {}
@@ -123,29 +123,29 @@ def test_rows_of_blocks_are_not_kept_for_the_backward_pass() -> None:
     steps = table.plan(len(ids)).steps
     assert len(steps) > 1
     blocks = sum(block.nbytes for block in table.blocks(steps))
-    found = sum(4 * len(ids) * step.before * step.inner for step in steps[1:])
+    found = sum(4 * len(ids) * step.leading * step.inner for step in steps[1:])
     chains = 4 * sum(core.numel() for core in table.cores)
     assert sum(saved.values()) <= blocks + found + chains + 64 * len(ids)
     assert rows.shape == (1024, 768)
 
 
 @pytest.mark.parametrize("number", [3, 60])
-def test_gradients_of_rows_and_their_gradients(number: int) -> None:
+def test_embedding_gradients_match_numerical_gradients(number: int) -> None:
     """Few ids are looked up row by row, many from merged tables."""
-    table = table_of(TABLES[0])
+    table = make_table(TABLES[0])
     ids = torch.arange(number) % table.num_embeddings
 
-    def of_all(*cores: Tensor) -> Tensor:
+    def compute(*cores: Tensor) -> Tensor:
         return torch.func.functional_call(table, {f"cores.{i}": core for i, core in enumerate(cores)}, (ids,))
 
-    assert torch.autograd.gradcheck(of_all, tuple(table.cores), fast_mode=True)
-    assert torch.autograd.gradgradcheck(of_all, tuple(table.cores), fast_mode=True)
+    assert torch.autograd.gradcheck(compute, tuple(table.cores), fast_mode=True)
+    assert torch.autograd.gradgradcheck(compute, tuple(table.cores), fast_mode=True)
 
 
 @pytest.mark.parametrize("options", TABLES, ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_are_those_of_its_dense_form(options: dict[str, Any], mode: str) -> None:
-    bag = table_of(options, TTMEmbeddingBag, mode=mode)
+def test_bags_match_dense(options: dict[str, Any], mode: str) -> None:
+    bag = make_table(options, TTMEmbeddingBag, mode=mode)
     dense = bag.to_dense()
     ids = torch.randint(0, options["num_embeddings"], (6, 5))
     torch.testing.assert_close(bag(ids), dense(ids))
@@ -157,7 +157,7 @@ def test_bags_are_those_of_its_dense_form(options: dict[str, Any], mode: str) ->
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_autocast_leaves_rows_in_their_own_dtype(weighted: bool) -> None:
+def test_embedding_autocast_keeps_dtype(weighted: bool) -> None:
     bag = TTMEmbeddingBag(500, 16, rank=4, mode="sum")
     ids = torch.randint(500, (8, 3))
     weights = torch.rand(8, 3) if weighted else None
@@ -168,14 +168,14 @@ def test_autocast_leaves_rows_in_their_own_dtype(weighted: bool) -> None:
     torch.testing.assert_close(found, bag(ids, per_sample_weights=weights), rtol=0.05, atol=0.05)
 
 
-def test_a_bag_of_padding_alone_is_zero() -> None:
+def test_bag_of_only_padding_is_zero() -> None:
     bag = TTMEmbeddingBag(20, 4, rank=2, mode="mean", padding_idx=0)
     assert not bag(torch.zeros(1, 3, dtype=torch.int64)).any()
     torch.testing.assert_close(bag(torch.tensor([[0, 5, 0]])), bag(torch.tensor([[5]])))
 
 
 @pytest.mark.parametrize("options", [{"mode": "sum"}, {"mode": "mean", "include_last_offset": True}])
-def test_bags_from_dense_are_of_the_same_kind(options: dict[str, Any]) -> None:
+def test_bag_from_dense_keeps_settings(options: dict[str, Any]) -> None:
     dense = nn.EmbeddingBag(50, 8, **options).requires_grad_(False)
     bag = TTMEmbeddingBag.from_dense(dense, rank=1000)
     ids, offsets = torch.randint(50, (20,)), torch.tensor([0, 4, 4, 20])
@@ -183,24 +183,24 @@ def test_bags_from_dense_are_of_the_same_kind(options: dict[str, Any]) -> None:
     assert not any(core.requires_grad for core in bag.cores)
 
 
-def test_a_loaded_row_of_padding_is_given_out_as_it_is() -> None:
+def test_from_dense_keeps_nonzero_padding_row() -> None:
     dense = nn.Embedding.from_pretrained(torch.randn(50, 8), padding_idx=0)
     ids = torch.tensor([0, 7])
     torch.testing.assert_close(TTMEmbedding.from_dense(dense, rank=1000)(ids), dense(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_tables_that_cores_cannot_stand_for_are_refused() -> None:
-    with pytest.raises(UserError, match="no maxima"):
+def test_from_dense_refuses_unsupported_tables() -> None:
+    with pytest.raises(UserError, match="not max"):
         TTMEmbeddingBag.from_dense(nn.EmbeddingBag(50, 8, mode="max"), rank=4)
     with pytest.raises(UserError, match="max_norm"):
         TTMEmbedding.from_dense(nn.Embedding(50, 8, max_norm=1.0), rank=4)
-    with pytest.raises(UserError, match="that is a TTMEmbeddingBag"):
+    with pytest.raises(UserError, match=r"use TTMEmbeddingBag\.from_dense"):
         TTMEmbedding.from_dense(nn.EmbeddingBag(50, 8), rank=4)
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (40, 9)], ids=["fewer ids than rows", "more ids than rows"])
 @pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
-def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> None:
+def test_embedding_compiles_without_graph_break(kind: type[TTMEmbedding], shape: tuple[int, int]) -> None:
     table = kind(100, 12, rank=4, padding_idx=0)
     ids = torch.randint(0, 100, shape)
     compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
@@ -210,7 +210,9 @@ def test_it_compiles_whole(kind: type[TTMEmbedding], shape: tuple[int, int]) -> 
 @pytest.mark.parametrize("kind", [TTMEmbedding, TTMEmbeddingBag])
 @pytest.mark.parametrize("capacity", [None, 8])
 @pytest.mark.parametrize("wrong", [100, -1, 10**6])
-def test_compiled_code_refuses_ids_out_of_range(kind: type[TTMEmbedding], capacity: int | None, wrong: int) -> None:
+def test_compiled_embedding_refuses_ids_out_of_range(
+    kind: type[TTMEmbedding], capacity: int | None, wrong: int
+) -> None:
     table = kind(100, 8, rank=4, capacity=capacity)
     compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
     compiled(torch.tensor([[1, 99]]))
@@ -219,18 +221,18 @@ def test_compiled_code_refuses_ids_out_of_range(kind: type[TTMEmbedding], capaci
 
 
 @pytest.mark.parametrize("ids", [[100], [-1], [3, 1 << 40]], ids=str)
-def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
+def test_embedding_refuses_ids_out_of_range(ids: list[int]) -> None:
     with pytest.raises(IndexError, match="this table has the rows 0 to 99"):
         TTMEmbedding(100, 4, rank=2)(torch.tensor(ids))
 
 
-def test_ids_that_are_no_integers_are_refused() -> None:
-    with pytest.raises(UserError, match="integers"):
+def test_embedding_refuses_non_integer_ids() -> None:
+    with pytest.raises(UserError, match="must be an integer type"):
         TTMEmbedding(100, 4, rank=2)(torch.zeros(3))
 
 
 @pytest.mark.parametrize("num_modes", [1, 2, 4])
-def test_from_dense_gives_the_table_back(num_modes: int) -> None:
+def test_embedding_from_dense_recovers_table(num_modes: int) -> None:
     embedding = nn.Embedding(45, 14, padding_idx=2).double()
     table = TTMEmbedding.from_dense(embedding, error=1e-9, allow_larger=True, num_modes=num_modes)
     torch.testing.assert_close(table.dense_weight(), embedding.weight)
@@ -240,25 +242,25 @@ def test_from_dense_gives_the_table_back(num_modes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank must be"),
-        ({"rank": 2, "row_modes": (2, 3)}, "row_modes=.* hold 6 indices"),
-        ({"rank": 2, "row_modes": (10, 10), "col_modes": (2, 2, 2)}, "as many as each other"),
+        ({"rank": 0}, "rank=0; it must be"),
+        ({"rank": 2, "row_modes": (2, 3)}, "row_modes=.* product is 6"),
+        ({"rank": 2, "row_modes": (10, 10), "col_modes": (2, 2, 2)}, "must have the same length"),
         ({"rank": 2, "padding_idx": 100}, "within the 100 rows"),
     ],
     ids=str,
 )
-def test_wrong_tables_are_refused(options: Any, message: str) -> None:
+def test_embedding_refuses_invalid_arguments(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TTMEmbedding(100, 8, **options)
 
 
-def test_groups_take_its_cores_as_embeddings() -> None:
+def test_param_groups_treat_table_cores_as_embeddings() -> None:
     groups = sc.param_groups(nn.Sequential(TTMEmbedding(100, 8, rank=2)))
     assert [(group["role"], group["matrix_dims"]) for group in groups] == [("embedding", ((0, 1), (2, 3)))]
 
 
 @pytest.mark.parametrize("bag", [False, True])
-def test_a_capacity_gives_the_same_rows_and_gradients_in_fixed_shapes(bag: bool) -> None:
+def test_capacity_keeps_rows_and_gradients(bag: bool) -> None:
     torch.manual_seed(0)
     made = TTMEmbeddingBag if bag else TTMEmbedding
     table = made(60, 24, 6, num_modes=3, padding_idx=4).double()
@@ -276,15 +278,15 @@ def test_a_capacity_gives_the_same_rows_and_gradients_in_fixed_shapes(bag: bool)
     compiled = torch.compile(with_capacity, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(ids), table(ids))
     with_capacity.capacity = 10
-    with pytest.raises(RuntimeError, match="more than 10 distinct ids"):
+    with pytest.raises(RuntimeError, match="more than 10 unique ids"):
         with_capacity(ids)
-    with pytest.raises(UserError, match="capacity must be a positive integer; given 0"):
+    with pytest.raises(UserError, match="capacity=0; it must be a positive integer"):
         made(60, 24, 6, capacity=0)
     assert with_capacity(ids[:0]).shape[0] == 0
 
 
 @pytest.mark.parametrize("rank", [1, 6])
-def test_gradients_of_each_example_by_torch_func(rank: int) -> None:
+def test_embedding_per_example_gradients(rank: int) -> None:
     table = sc.TTMEmbedding(300, 16, rank)
     ids, parameters = torch.randint(300, (4, 30)), dict(table.named_parameters())
 

@@ -46,24 +46,23 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         options = adapter.options
         if options.schedule == "paper" and options.early_steps is not None and options.early_steps < options.steps:
             raise UserError(
-                "RankCallback: a late stage weighs the loss of the task, which a callback cannot; leave early_steps "
-                f"out, or take another schedule. Given early_steps={options.early_steps} of {options.steps}"
+                "RankCallback: the late stage weights the task loss, which a callback cannot; given early_steps="
+                f"{options.early_steps} of {options.steps} steps: leave early_steps out, or use another schedule"
             )
         self.adapter = adapter
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
-                "RankCallback: restore_callback_states_from_checkpoint makes callbacks anew, which this one cannot be "
-                "without its adapter; leave it out, since its state is restored in any case"
+                "RankCallback: restore_callback_states_from_checkpoint builds new callbacks, but this one needs its "
+                "adapter; leave the option out, since the adapter's state is restored in any case"
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.adapter.adds_to_loss and args.fp16 and not args.max_grad_norm:
             raise UserError(
-                "RankCallback: with fp16 the Trainer takes the loss scale out of the gradients when it clips them, and "
-                "what the schedule adds comes after that; set max_grad_norm above 0, or take bf16. Given "
-                f"{args.max_grad_norm}"
+                f"RankCallback: given fp16 and max_grad_norm={args.max_grad_norm}. The Trainer unscales gradients only "
+                "if it clips them, and the schedule adds unscaled gradients; set max_grad_norm above 0, or use bf16"
             )
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved is not None:
@@ -77,9 +76,9 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and self.adapter.is_attached:
-            figures = self.adapter.metrics()
-            logs.update(figures)
-            state.log_history[-1].update(figures)  # the log entry was copied before callbacks run
+            metrics = self.adapter.metrics()
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)  # the log entry was copied before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if not self.adapter.is_attached:
@@ -90,8 +89,8 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 optimizer.state.clear()
         else:
             logger.warning(
-                "RankCallback: the training ended after %d of the %d steps in which the ranks come down; the size is "
-                "%.0f, the target %.0f, and the controls stay. Call adapter.finish() to bring it there at once",
+                "RankCallback: training ended after %d of the %d steps in which ranks decrease; the size is %.0f, the "
+                "target %.0f, and the rank gates remain. Call adapter.finish() to reach the target now",
                 self.adapter.step,
                 self.adapter.options.steps,
                 self.adapter.size(),

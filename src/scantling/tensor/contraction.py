@@ -13,9 +13,9 @@ Every step is one matrix product: the block is a K x Q matrix, the state of x is
 contiguous trailing elements, and the result is P x Q x S. In every step the backward pass costs twice as much as the
 forward pass. Starting at another core never helps if all bonds have rank 2 or more, and hardly if some have rank 1.
 
-The cost of an order is its multiplications plus `ELEMENT` for every element that it reads or writes, so that no order
-wins by saving multiplications at the price of more memory traffic. But no order may take more than `MAX_OVERHEAD` times
-the multiplications of the best among core after core, y = (x A) B, W built in full, and a dense layer.
+The cost of an order is its multiplications plus `ELEMENT_COST` for every element that it reads or writes, so that no
+order wins by saving multiplications at the price of more memory traffic. But no order may take more than `MAX_OVERHEAD`
+times the multiplications of the best among core after core, y = (x A) B, W built in full, and a dense layer.
 
 Blocks may be merged once for several passes, or for all future passes. This saves multiplications but costs memory: if
 merging were always free, W built in full would always be best, and a table of any size would be held dense. So merging
@@ -42,6 +42,7 @@ Tree: TypeAlias = "int | tuple[Tree, Tree]"
 ELEMENT_COST = 8.0
 """Multiplications that take as long as a CPU needs to read or write one element."""
 MAX_OVERHEAD = 1.05
+"""Multiplications of an order relative to the best standard order, at most."""
 MAX_KEPT = 4.0
 """Elements of kept blocks per element of the cores, at most.
 
@@ -151,27 +152,27 @@ class Step:
 
     Attributes:
         tree: merge order of the block: the index of a core, or a pair of trees.
-        before: P.
+        leading: P.
         inner: K.
-        behind: S.
+        trailing: S.
         width: Q.
     """
 
     tree: Tree
-    before: int
+    leading: int
     inner: int
-    behind: int
+    trailing: int
     width: int
 
     @property
     def macs(self) -> int:
         """Multiplications per token."""
-        return self.before * self.inner * self.behind * self.width
+        return self.leading * self.inner * self.trailing * self.width
 
     @property
     def elements(self) -> int:
         """Elements read and written per token; counted twice if S > 1, which makes many small batched products."""
-        return self.before * self.behind * (self.inner + self.width) * (1 if self.behind == 1 else 2)
+        return self.leading * self.trailing * (self.inner + self.width) * (1 if self.trailing == 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +223,8 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: flo
             ones. Blocks that are too large to keep count fully.
         element: multiplications that reading or writing one element counts for; 0 finds the fewest multiplications.
     """
-    ways = _enumerate_orders(chain)
-    return make_plan(chain, num_tokens, ways.steps[ways.best(num_tokens, merges, element)])
+    candidates = _enumerate_orders(chain)
+    return make_plan(chain, num_tokens, candidates.orders[candidates.best(num_tokens, merges, element)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,46 +232,53 @@ class _Candidates:
     """All ways to split a chain into blocks, and their costs.
 
     Attributes:
-        steps: steps of each way.
-        macs, elements: (2, ways): for merging the blocks, and per token.
-        can_keep: True for ways whose blocks are small enough to keep.
-        known: indices of the standard ways: W in full, (x A) B, core after core.
+        orders: steps of each order.
+        macs, elements: (2, orders): for merging the blocks, and per token.
+        can_keep: True for orders whose blocks are small enough to keep.
+        standard: indices of the standard orders: W in full, (x A) B, core after core.
         dense: multiplications of a dense layer per token; infinite without one.
     """
 
-    steps: tuple[tuple[Step, ...], ...]
+    orders: tuple[tuple[Step, ...], ...]
     macs: NDArray[np.float64]
     elements: NDArray[np.float64]
     can_keep: NDArray[np.bool_]
-    known: tuple[int, ...]
+    standard: tuple[int, ...]
     dense: float
 
     def best(self, num_tokens: int, merges: float, element: float = ELEMENT_COST) -> int:
-        """Return the index of the cheapest allowed way."""
-        times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.steps), num_tokens)])
+        """Return the index of the cheapest allowed order."""
+        # How often each cost is paid: merging once, or less if its blocks are kept; the rest once per token.
+        times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.orders), num_tokens)])
         macs = (times * self.macs).sum(0)
-        most = max(macs.min(), MAX_OVERHEAD * min(*macs[list(self.known)], num_tokens * self.dense))
-        return int(np.where(macs <= most, macs + element * (times * self.elements).sum(0), np.inf).argmin())
+        limit = max(macs.min(), MAX_OVERHEAD * min(*macs[list(self.standard)], num_tokens * self.dense))
+        return int(np.where(macs <= limit, macs + element * (times * self.elements).sum(0), np.inf).argmin())
 
 
 @lru_cache(maxsize=4096)
 def _enumerate_orders(chain: Network) -> _Candidates:
     last = len(chain.sizes)
-    splits = [found for number in range(last) for found in combinations(range(1, last), number)]  # few blocks first
+    # Each order is a set of cores at which blocks begin; few blocks first.
+    splits = [split for count in range(last) for split in combinations(range(1, last), count)]
     if isinstance(chain, Chain) and chain.has_activation:
-        splits = [found for found in splits if chain.num_inputs in found]
-    steps = tuple(make_steps(chain, each) for each in splits)
-    macs = [(_merge_macs(chain, way), sum(step.macs for step in way)) for way in steps]
-    moved = [
-        (sum(_best_merge(chain, *_block_ends(step))[1] for step in way), sum(step.elements for step in way))
-        for way in steps
+        splits = [split for split in splits if chain.num_inputs in split]  # no block spans the activation
+    orders = tuple(make_steps(chain, split) for split in splits)
+    macs = [(_merge_macs(chain, steps), sum(step.macs for step in steps)) for steps in orders]
+    elements = [
+        (sum(_best_merge(chain, *_block_ends(step))[1] for step in steps), sum(step.elements for step in steps))
+        for steps in orders
     ]
     middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
-    known = tuple(splits.index(each) for each in ((), middle, tuple(range(1, last))) if each in splits)
-    dense = 0 if len(known) < 3 else _dense_macs(chain)
-    as_columns = [np.array(pairs, dtype=np.float64).T for pairs in (macs, moved)]
-    small = np.array([can_keep(chain, [step.tree for step in way]) for way in steps])
-    return _Candidates(steps, as_columns[0], as_columns[1], small, known, dense if dense else np.inf)
+    standard = tuple(splits.index(split) for split in ((), middle, tuple(range(1, last))) if split in splits)
+    dense = 0 if len(standard) < 3 else _dense_macs(chain)
+    return _Candidates(
+        orders,
+        np.array(macs, dtype=np.float64).T,
+        np.array(elements, dtype=np.float64).T,
+        np.array([can_keep(chain, [step.tree for step in steps]) for steps in orders]),
+        standard,
+        dense if dense else np.inf,
+    )
 
 
 Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
@@ -278,21 +286,21 @@ Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
 @lru_cache(maxsize=4096)
 def best_orders(chain: Network, merges: float = 1.0) -> Orders:
-    """Return the best order for every number of tokens: (largest number of tokens, steps), ascending.
+    """Return the best order for every token count: (largest token count, steps), ascending.
 
     Args:
         chain: modes and ranks.
         merges: see `best_plan`.
 
-    Powers of 2 are tried; between two neighbors with different orders, bisection finds the change. Which ways are
+    Powers of 2 are tried; between two neighbors with different orders, bisection finds the change. Which orders are
     allowed depends on the tokens, so an order may be best only between two powers. That one is missed; the order used
     there instead is allowed, too.
     """
-    ways = _enumerate_orders(chain)
+    candidates = _enumerate_orders(chain)
 
     def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield (largest number of tokens, way) for every change between two numbers of tokens."""
-        first, last = ways.best(low, merges), ways.best(high, merges)
+        """Yield (largest token count, order) for every change between two token counts."""
+        first, last = candidates.best(low, merges), candidates.best(high, merges)
         if first != last and high - low > 1:
             yield from changes(low, (low + high) // 2)
             yield from changes((low + high) // 2, high)
@@ -300,9 +308,9 @@ def best_orders(chain: Network, merges: float = 1.0) -> Orders:
             yield low, first
 
     powers = [1 << power for power in range(MAX_TOKENS.bit_length())]
-    found = [change for low, high in pairwise(powers) for change in changes(low, high)]
-    found.append((MAX_TOKENS, ways.best(MAX_TOKENS, merges)))
-    return tuple((limit, ways.steps[way]) for limit, way in found)
+    limits = [change for low, high in pairwise(powers) for change in changes(low, high)]
+    limits.append((MAX_TOKENS, candidates.best(MAX_TOKENS, merges)))
+    return tuple((limit, candidates.orders[order]) for limit, order in limits)
 
 
 def make_plan(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
@@ -319,23 +327,23 @@ def make_plan(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
 
 def rank_factors(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...]]]:
     """Return the multiplications of a plan as products: (rank-independent factor, bonds whose ranks multiply it)."""
-    found: list[tuple[float, tuple[int, ...]]] = []
+    factors: list[tuple[float, tuple[int, ...]]] = []
     ranks = chain.ranks
 
-    def merging(tree: Tree) -> None:
+    def add_merges(tree: Tree) -> None:
         if isinstance(tree, int):
             return
-        first, cut, last = core_indices(tree)[0], core_indices(tree[1])[0], core_indices(tree)[-1]
-        found.append((prod(chain.sizes[first : last + 1]), (first, cut, last + 1)))
+        first, middle, last = core_indices(tree)[0], core_indices(tree[1])[0], core_indices(tree)[-1]
+        factors.append((prod(chain.sizes[first : last + 1]), (first, middle, last + 1)))
         for part in tree:
-            merging(part)
+            add_merges(part)
 
     for step in plan.steps:
-        block = core_indices(step.tree)
-        bonds = block[0], block[-1] + 1
-        found.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
-        merging(step.tree)
-    return found
+        first, last = _block_ends(step)
+        bonds = first, last + 1
+        factors.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
+        add_merges(step.tree)
+    return factors
 
 
 def _dense_macs(chain: Network) -> int:
@@ -348,10 +356,10 @@ def make_steps(chain: Network, splits: Sequence[int]) -> tuple[Step, ...]:
 
     Args:
         chain: modes and ranks.
-        cuts: indices of the cores, after the first, at which a block begins.
+        splits: indices of the cores, after the first, at which a block begins.
     """
     firsts = [0, *splits]
-    lasts = [*(cut - 1 for cut in splits), len(chain.sizes) - 1]
+    lasts = [*(split - 1 for split in splits), len(chain.sizes) - 1]
     return tuple(_make_step(chain, first, last) for first, last in zip(firsts, lasts, strict=True))
 
 
@@ -369,8 +377,8 @@ def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool
         num_orders: number of orders that the blocks belong to.
     """
     blocks = [core_indices(tree) for tree in trees]
-    in_cores = sum(_numel(chain, place, place) for place in range(len(chain.sizes)))
-    return sum(_numel(chain, block[0], block[-1]) for block in blocks) <= num_orders * MAX_KEPT * in_cores
+    core_numel = sum(_numel(chain, core, core) for core in range(len(chain.sizes)))
+    return sum(_numel(chain, block[0], block[-1]) for block in blocks) <= num_orders * MAX_KEPT * core_numel
 
 
 def _numel(chain: Network, first: int, last: int) -> int:
@@ -395,15 +403,15 @@ def _best_merge(chain: Network, first: int, last: int) -> tuple[int, int, Tree]:
     if first == last:
         return 0, 0, first
 
-    whole = _numel(chain, first, last)
-    ways = []
-    for cut in range(first, last):
-        left, right = _best_merge(chain, first, cut), _best_merge(chain, cut + 1, last)
-        macs = left[0] + right[0] + whole * chain.ranks[cut + 1]
-        moved = left[1] + right[1] + _numel(chain, first, cut) + _numel(chain, cut + 1, last) + whole
-        ways.append((macs, moved, cut, (left[2], right[2])))
-    macs, moved, _, tree = min(ways)
-    return macs, moved, tree
+    numel = _numel(chain, first, last)
+    options = []
+    for k in range(first, last):  # C[first, k], C[k + 1, last] and their product; see the head of this file
+        left, right = _best_merge(chain, first, k), _best_merge(chain, k + 1, last)
+        macs = left[0] + right[0] + numel * chain.ranks[k + 1]
+        elements = left[1] + right[1] + _numel(chain, first, k) + _numel(chain, k + 1, last) + numel
+        options.append((macs, elements, k, (left[2], right[2])))
+    macs, elements, _, tree = min(options)
+    return macs, elements, tree
 
 
 def _make_step(chain: Network, first: int, last: int) -> Step:
@@ -416,8 +424,9 @@ def merge_block(cores: Sequence[Tensor], tree: Tree) -> Tensor:
         return cores[tree]
     left, right = merge_block(cores, tree[0]), merge_block(cores, tree[1])
     product = left.flatten(0, -2) @ right.flatten(1)
-    if left.ndim == 3:
+    if left.ndim == 3:  # one mode per core
         return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
+    # (r, m, n, m', n', r'): bring both row modes before both column modes.
     pairs = product.view(*left.shape[:-1], *right.shape[1:]).transpose(2, 3)
     return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], left.shape[2] * right.shape[2], right.shape[-1])
 
@@ -446,13 +455,13 @@ def contract(
     num_tokens = x.shape[0]
     for step, block in zip(steps, blocks, strict=True):
         matrix = block.reshape(step.inner, step.width)
-        is_whole = step is steps[-1] and step.before == 1 and step.width == out_size
-        if bias is not None and is_whole and multiply is torch.matmul:
+        is_last = step is steps[-1] and step.leading == 1 and step.width == out_size
+        if bias is not None and is_last and multiply is torch.matmul:
             return torch.addmm(bias, x.reshape(num_tokens, step.inner), matrix)
-        if step.behind == 1:
-            x = multiply(x.reshape(num_tokens * step.before, step.inner), matrix)
-        else:
-            x = matrix.t() @ x.reshape(num_tokens * step.before, step.inner, step.behind)
+        if step.trailing == 1:  # (tokens P, K) (K, Q)
+            x = multiply(x.reshape(num_tokens * step.leading, step.inner), matrix)
+        else:  # (Q, K) (tokens P, K, S)
+            x = matrix.t() @ x.reshape(num_tokens * step.leading, step.inner, step.trailing)
     y = x.reshape(num_tokens, out_size)
     return y if bias is None else y + bias.to(y.dtype)
 

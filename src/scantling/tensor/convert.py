@@ -3,7 +3,7 @@
     nn.Linear, GPT-2's Conv1D        TTLinear
     nn.Embedding, nn.EmbeddingBag    TTMEmbedding, TTMEmbeddingBag
     experts of transformers 5        TTExperts: a TTLinear for each expert and projection
-    heads tied to an embedding       TTMHead, which has no weight of its own
+    heads tied to an embedding       TTMHead, without a weight
 
 All layers are built before the first is replaced, so that an error leaves the model unchanged. A weight shared by
 several modules stays shared; biases stay the same parameters.
@@ -12,6 +12,7 @@ several modules stays shared; biases stay the same parameters.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -19,17 +20,21 @@ from torch import nn
 
 from scantling.errors import UserError
 from scantling.tensor.experts import is_fused_experts
-from scantling.tensor.find_layers import Candidate, find_layers, is_linear
-from scantling.tensor.formats import Format, linear_options
-from scantling.tensor.head import TTMHead
-from scantling.tensor.layer import TTLayer
-from scantling.tensor.layer_filter import Filter, LayerFilter, Ranks
-from scantling.tensor.linear import TTLinear
-from scantling.tensor.rank_adapter import adapter_of
-from scantling.tensor.replace import Init, build_dense, build_layer, fill_layer, find_tt_layers, install, replace_module
+from scantling.tensor.find_layers import Candidate, Filter, LayerFilter, Ranks, find_layers, is_linear
+from scantling.tensor.options import Format, linear_options
+from scantling.tensor.replace import (
+    Init,
+    Layer,
+    build_layer,
+    fill_layer,
+    find_tt_layers,
+    install,
+    record_tied_names,
+    rename_tied_names,
+    restore_dense_layers,
+)
 from scantling.tensor.report import LayerReport, layer_report, log_errors, warn_if_trained
 from scantling.tensor.shared_input import fuse_shared_inputs
-from scantling.tensor.tied_weights import record_tied_names, rename_tied_names, restore_tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -92,47 +97,28 @@ def tensorize(
         >>> model = sc.tensorize(model, rank={"*mlp*": 32, "*embed*": {"rank": 16, "num_modes": 3}})
     """
     if init not in get_args(Init):
-        raise UserError(f"init must be one of {', '.join(get_args(Init))}; given {init!r}")
+        raise UserError(f"given init={init!r}; it must be one of {', '.join(get_args(Init))}")
     if report is not None and not isinstance(report, list):
-        raise UserError(f"report must be a list, which tensorize fills; given {report!r}; pass report=[] by a name")
+        raise UserError(f"given report={report!r}; it must be a list, to which tensorize appends")
     for names in find_tt_layers(model).values():
-        raise UserError(f"{names[0] or 'the model'} already has TT cores; densify the model first")
-    choice, linear = LayerFilter(rank, filter_fn), linear_options(format, num_modes)
-    candidates, refused = find_layers(model)
-    chosen, larger = [], {}
-    for candidate in candidates:
-        options = _options(candidate, choice, linear)
-        if options is None:
-            continue
-        layer = build_layer(candidate, options)
-        numbers, dense = layer.num_parameters(), sum(weight.numel() for weight in candidate.weights)
-        if numbers >= dense:
-            larger[candidate.name] = f"its cores would hold {numbers} numbers, the dense weight holds {dense}"
-        if filter_fn is not None or numbers < dense:
-            chosen.append((candidate, layer))
-    if not chosen:
-        raise UserError(_nothing(model, candidates, refused, larger))
-    if chosen[0][0].name == "":
-        raise UserError(f"the model is itself a {type(model).__name__}; make the layer with from_dense")
-    for pattern in choice.unused_patterns():
-        logger.warning("tensorize: the pattern %r decides on no layer", pattern)
-    if filter_fn is not None and larger:
-        logger.warning("tensorize: filter_fn chooses layers that become no smaller: %s", _some(larger))
-    for name, why in (refused if filter_fn is not None else refused | larger).items():
-        logger.info("tensorize leaves %s alone: %s", name, why)
+        raise UserError(f"{names[0] or 'the model'} is already a TT layer; call sc.densify(model) first")
+    linear = linear_options(format, num_modes)
+    selected = _select(model, LayerFilter(rank, filter_fn), linear, keep_larger=filter_fn is not None)
+    # Build and fill all layers before the model changes, so that an error leaves it as it is.
     if init == "random":
-        warn_if_trained([candidate for candidate, _ in chosen], has_svd="activation" not in linear)
-    made = [(candidate, fill_layer(candidate, layer, init)) for candidate, layer in chosen]
-    reports = [layer_report(candidate, layer, init) for candidate, layer in made]
+        warn_if_trained([candidate for candidate, _ in selected], has_svd="activation" not in linear)
+    replacements = [(candidate, fill_layer(candidate, layer, init)) for candidate, layer in selected]
+    reports = [layer_report(candidate, layer, init) for candidate, layer in replacements]
     log_errors(reports)
     if report is not None:
         report.extend(reports)
-    noted = record_tied_names(model)
-    for candidate, layer in made:
+    # Replace the modules, then update what refers to their weights by name.
+    tied_names = record_tied_names(model)
+    for candidate, layer in replacements:
         install(model, candidate, layer)
     fuse_shared_inputs(model)
-    rename_tied_names(noted)
-    if any(hasattr(module, "save_pretrained") for module in model.modules()):
+    rename_tied_names(tied_names)
+    if _has_pretrained_model(model):
         from scantling.tensor.pretrained import attach
 
         attach(model)
@@ -155,66 +141,90 @@ def densify(model: nn.Module) -> nn.Module:
         UserError: if the model is itself a TT layer (call its `to_dense()`), a `RankAdapter` is attached to it, or a
             layer has an activation between its cores.
     """
-    found = find_tt_layers(model)
-    if model in found:
-        raise UserError(f"the model is itself a {type(model).__name__}; it has to_dense()")
-    for name, layer in model.named_modules():
-        if isinstance(layer, TTLayer) and adapter_of(layer) is not None:
-            raise UserError(
-                f"a RankAdapter is attached to '{name}', which would go on with cores that are no longer in the "
-                "model; call its finish() or detach() before, or densify a copy.deepcopy(model)"
-            )
-        if isinstance(layer, TTLinear) and layer.activation is not None:
-            raise UserError(f"'{name}' has no dense weight: {layer.activation} stands between its cores")
-    made = {layer: build_dense(layer) for layer in found if not isinstance(layer, TTMHead)}
-    for head in found:
-        if isinstance(head, TTMHead):
-            table = made.get(head.table)
-            made[head] = head.to_dense(None if table is None else table.get_parameter("weight"))
-    for layer, dense in made.items():
-        replace_module(model, found[layer], layer, dense)
-        if isinstance(layer, TTLinear) and layer.shared_input is not None:
-            layer.shared_input.remove()
-    restore_tied_names(model)
-    if any(hasattr(module, "save_pretrained") for module in model.modules()):
+    restore_dense_layers(model)
+    if _has_pretrained_model(model):
         from scantling.tensor.pretrained import detach
 
         detach(model)
     return model
 
 
-def _options(candidate: Candidate, choice: LayerFilter, linear: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of the layer for a site; None to leave the site unchanged."""
+def _has_pretrained_model(model: nn.Module) -> bool:
+    """True if transformers is in use and the model, or a part of it, may be one of its models."""
+    return "transformers" in sys.modules and any(hasattr(module, "save_pretrained") for module in model.modules())
+
+
+def _select(
+    model: nn.Module, layer_filter: LayerFilter, linear: Mapping[str, Any], *, keep_larger: bool
+) -> list[tuple[Candidate, Layer]]:
+    """Return the layers to replace, each with a TT layer on the meta device.
+
+    Args:
+        model: model without TT layers.
+        layer_filter: the user's options for each layer.
+        linear: default options of linear layers.
+        keep_larger: True to replace selected layers even if the TT layer is not smaller.
+
+    Raises:
+        UserError: if there is nothing to replace, or options do not fit a layer.
+    """
+    candidates, refused = find_layers(model)
+    selected, larger = [], {}
+    for candidate in candidates:
+        options = _layer_options(candidate, layer_filter, linear)
+        if options is None:
+            continue
+        layer = build_layer(candidate, options)  # on the meta device: costs nothing if the layer is not replaced
+        size, dense_size = layer.num_parameters(), sum(weight.numel() for weight in candidate.weights)
+        if size >= dense_size:
+            larger[candidate.name] = f"its cores would have {size} parameters, the dense weight has {dense_size}"
+        if keep_larger or size < dense_size:
+            selected.append((candidate, layer))
+    if not selected:
+        raise UserError(_nothing_to_replace(model, candidates, refused, larger))
+    if selected[0][0].name == "":
+        raise UserError(f"the model is itself a {type(model).__name__}; use from_dense of the TT layer instead")
+    for pattern in layer_filter.unused_patterns():
+        logger.warning("tensorize: the pattern %r selects no layer", pattern)
+    if keep_larger and larger:
+        logger.warning("tensorize: filter_fn selects layers that do not become smaller: %s", _first_reasons(larger))
+    for name, reason in (refused if keep_larger else refused | larger).items():
+        logger.info("tensorize does not replace %s: %s", name, reason)
+    return selected
+
+
+def _layer_options(candidate: Candidate, layer_filter: LayerFilter, linear: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the TT layer for a candidate; None to leave it unchanged."""
     if is_fused_experts(candidate.module):
-        parts: dict[str, Any] = {}
+        # Patterns may name the experts, or one of their projections.
+        projections: dict[str, Any] = {}
         for part in ("up", "down"):
-            found = choice.options(
-                [*candidate.names, *(f"{name}.{part}" for name in candidate.names)], candidate.module
-            )
-            if found is None:
+            names = [*candidate.names, *(f"{name}.{part}" for name in candidate.names)]
+            options = layer_filter.options(names, candidate.module)
+            if options is None:
                 return None
-            parts[part] = {**linear, **found}
-        return parts
-    found = choice.options(candidate.names, candidate.module)
-    return {**linear, **found} if found is not None and is_linear(candidate.module) else found
+            projections[part] = {**linear, **options}
+        return projections
+    options = layer_filter.options(candidate.names, candidate.module)
+    return {**linear, **options} if options is not None and is_linear(candidate.module) else options
 
 
-def _nothing(
+def _nothing_to_replace(
     model: nn.Module, candidates: list[Candidate], refused: Mapping[str, str], larger: Mapping[str, str]
 ) -> str:
-    """Return why there is nothing to replace, and what to do."""
+    """Return the reason that there is nothing to replace, and what to do."""
     text = f"tensorize: nothing to replace in this {type(model).__name__}"
     if larger:
-        return f"{text}: {_some(larger)}; lower the rank, or choose layers with filter_fn, whatever their size"
+        return f"{text}: {_first_reasons(larger)}; lower the rank, or select layers of any size with filter_fn"
     if not candidates and refused:
-        return f"{text}: {_some(refused)}"
+        return f"{text}: {_first_reasons(refused)}"
     if not candidates:
-        return f"{text}: it has no linear layers, embeddings or experts (subclasses of them are left alone)"
+        return f"{text}: it has no linear layers, embeddings or experts (subclasses of them are not replaced)"
     heads = [name for candidate in candidates for _, names in candidate.heads for name in names]
-    tied = f"; {', '.join(heads)} can only follow the embedding it is tied to" if heads else ""
+    tied = f"; {', '.join(heads)} can only be replaced with the embedding it is tied to" if heads else ""
     names = [candidate.name for candidate in candidates]
-    return f"{text}: rank and filter_fn choose none of its {len(names)} layers, such as {', '.join(names[:3])}{tied}"
+    return f"{text}: rank and filter_fn select none of its {len(names)} layers, such as {', '.join(names[:3])}{tied}"
 
 
-def _some(reasons: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3])
+def _first_reasons(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])

@@ -25,13 +25,12 @@ Sizes: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[slice, ...]
 
 
-def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "rank") -> Sizes:
+def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int]) -> Sizes:
     """Return the ranks of all bonds, clipped to the product of the modes on their left and right.
 
     Args:
         rank: rank of every inner bond, or one rank for each of them.
         sizes: elements of each core without its bonds: the product of its modes.
-        what: name of the argument, for the message.
 
     Returns:
         `len(sizes) + 1` ranks; the first and the last are 1.
@@ -48,10 +47,11 @@ def clip_ranks(rank: int | Sequence[int], sizes: Sequence[int], what: str = "ran
     given = positive_ints(rank) if one is None else one * num_bonds
     if given is None or len(given) != num_bonds:
         raise UserError(
-            f"{what} must be a positive integer, or one for each of the {num_bonds} bonds between {len(sizes)} cores; "
-            f"given {rank!r}"
+            f"given rank={rank!r}; it must be a positive integer, or a sequence with one for each of the {num_bonds} "
+            f"bonds between {len(sizes)} cores"
         )
     ranks = list(given)
+    # From the left, then from the right: r_t <= r_{t-1} size_t, and r_t <= size_{t+1} r_{t+1}.
     for bond in range(num_bonds):
         ranks[bond] = min(ranks[bond], (ranks[bond - 1] if bond else 1) * sizes[bond])
     for bond in reversed(range(num_bonds)):
@@ -95,8 +95,8 @@ def squared_norm(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> T
     when the terms of the tensor cancel.
     """
     factor = cores[0].new_ones(1, 1)
-    for place, core in enumerate(cores):
-        part = core if box is None else core[(slice(None), *box[place])]
+    for i, core in enumerate(cores):
+        part = core if box is None else core[(slice(None), *box[i])]
         factor = torch.linalg.qr((factor @ part.flatten(1)).reshape(-1, part.shape[-1]), mode="r").R
     return factor.square().sum()
 
@@ -121,7 +121,7 @@ def random_cores(
 
     Args:
         shapes: mode sizes of each core.
-        ranks: ranks of all bonds, including the outer ones; at most what the modes allow.
+        ranks: ranks of all bonds, including the outer ones; at most those that the modes allow.
         norm: Frobenius norm of the tensor.
         boxes: disjoint boxes, each with one slice per mode of every core: the part of the tensor that is not padding.
         center: number of cores on the left.
@@ -129,14 +129,15 @@ def random_cores(
         generator: random generator.
     """
     cores = []
-    for place, (left, shape, right) in enumerate(zip(ranks[:-1], shapes, ranks[1:], strict=True)):
-        drawn = torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator)
-        if place < center:
-            drawn = _orthonormal(drawn.flatten(0, -2)).reshape(drawn.shape)
+    for i, (left, shape, right) in enumerate(zip(ranks[:-1], shapes, ranks[1:], strict=True)):
+        core = torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator)
+        if i < center:
+            core = _orthonormal(core.flatten(0, -2)).reshape(core.shape)
         else:
-            drawn = _orthonormal(drawn.flatten(1).t()).t().reshape(drawn.shape)
-        cores.append(drawn)
+            core = _orthonormal(core.flatten(1).t()).t().reshape(core.shape)
+        cores.append(core)
     total = sum(float(squared_norm(cores, box)) for box in boxes)
+    # An equal share of the scale for each core; the padding does not count towards the norm.
     factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
     return [(core * factor).to(device=device, dtype=dtype or torch.get_default_dtype()) for core in cores]
 
@@ -169,19 +170,19 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
     rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     budget = (float(rest.norm()) * error) ** 2
     cores, values, left = [], [], 1
-    for place, shape in enumerate(shapes[:-1]):
-        rest = rest.reshape(left * prod(shape), -1)
+    for i, shape in enumerate(shapes[:-1]):
+        rest = rest.reshape(left * prod(shape), -1)  # (r_{t-1} modes of core t, modes of all later cores)
         u, s, v = torch.linalg.svd(rest, full_matrices=False)
-        kept = max(1, int((s > s[0] * torch.finfo(s.dtype).eps).sum()))
+        rank = max(1, int((s > s[0] * torch.finfo(s.dtype).eps).sum()))
         if ranks is not None:
-            kept = min(kept, ranks[place + 1])
+            rank = min(rank, ranks[i + 1])
         if error > 0.0:
             tail = s.square().flip(0).cumsum(0).flip(0)  # tail[k]: squared error if k values are kept
-            kept = min(kept, max(1, int((tail > budget / (len(shapes) - 1 - place)).sum())))
-            budget = max(0.0, budget - float(tail[kept:][:1].sum()))
-        cores.append(u[:, :kept].reshape(left, *shape, kept))
-        values.append(s[:kept].clamp(min=torch.finfo(s.dtype).tiny))
-        rest, left = s[:kept, None] * v[:kept], kept
+            rank = min(rank, max(1, int((tail > budget / (len(shapes) - 1 - i)).sum())))
+            budget = max(0.0, budget - float(tail[rank:][:1].sum()))
+        cores.append(u[:, :rank].reshape(left, *shape, rank))
+        values.append(s[:rank].clamp(min=torch.finfo(s.dtype).tiny))
+        rest, left = s[:rank, None] * v[:rank], rank
     cores.append(rest.reshape(left, *shapes[-1], 1))
     for bond, value in enumerate(values):  # split each singular value evenly, to balance the magnitude of cores
         cores[bond] = cores[bond] * value.sqrt()

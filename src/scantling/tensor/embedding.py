@@ -1,4 +1,4 @@
-"""TTMEmbedding and TTMEmbeddingBag: embedding tables as tensor-train matrices.
+"""TTMEmbedding and TTMEmbeddingBag: embedding tables as tensor-train matrices; TTMHead: output layers tied to them.
 
     E[(i_1..i_d), (e_1..e_d)] = F_1[:, i_1, e_1, :] F_2[:, i_2, e_2, :] ... F_d[:, i_d, e_d, :]
 
@@ -8,7 +8,7 @@ Neighboring cores are merged into tables if that is cheaper than multiplying row
 unique ids: `contraction.py` decides.
 
 Cost: `num_parameters()` parameters; `plan(n)` returns the cost of n unique ids. The output layer of a language model
-that is tied to such a table uses `logits`, which never holds the full table.
+that is tied to such a table computes h E^T + bias with `logits`, which never holds the full table.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
-from scantling.numerics.device import without_autocast
-from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
-from scantling.tensor.contraction import Lookup, Plan, Step, best_plan, core_indices
+from scantling.tensor.contraction import Head, Lookup, Plan, best_plan, core_indices
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_size, split
+from scantling.tensor.table_ops import check_ids, lookup_multiply, multiply_by_blocks, multiply_by_rows, unique_ids
 
 
 class TTMEmbedding(TTLayer):
@@ -38,7 +36,7 @@ class TTMEmbedding(TTLayer):
 
     Args:
         num_embeddings, embedding_dim: as in `nn.Embedding`.
-        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        rank: rank of every bond between cores, or one for each; clipped to the largest that the modes allow.
         num_modes: number of cores if modes are not given.
         row_modes, col_modes: modes of the rows and columns, equally many; their products may exceed the dimensions.
         padding_idx: id whose row is and stays zero.
@@ -96,7 +94,8 @@ class TTMEmbedding(TTLayer):
         )
         if len(self.row_modes) != len(self.col_modes):
             raise UserError(
-                f"row_modes and col_modes must be as many as each other; given {self.row_modes} and {self.col_modes}"
+                f"given row_modes={self.row_modes} and col_modes={self.col_modes}; they must have the same length, "
+                "one row mode and one column mode for each core"
             )
         self.padding_idx = _check_padding_idx(padding_idx, num_embeddings)
         self.capacity = None if capacity is None else check_size(capacity, "capacity")
@@ -147,15 +146,15 @@ class TTMEmbedding(TTLayer):
 
     def dense_weight(self) -> Tensor:
         """Build the table from the cores: (num_embeddings, embedding_dim), with a zero row at `padding_idx`."""
-        num = len(self.cores)
-        order = [*range(0, 2 * num, 2), *range(1, 2 * num, 2)]
-        whole = dense(self.gated()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
-        table = whole[: self.num_embeddings, : self.embedding_dim]
+        num_cores = len(self.cores)
+        order = [*range(0, 2 * num_cores, 2), *range(1, 2 * num_cores, 2)]  # all row modes, then all column modes
+        padded = dense(self.gated_cores()).permute(order).reshape(prod(self.row_modes), prod(self.col_modes))
+        table = padded[: self.num_embeddings, : self.embedding_dim]
         if self.padding_idx is None:
             return table
-        kept = torch.ones(self.num_embeddings, 1, dtype=table.dtype, device=table.device)
-        kept[self.padding_idx] = 0
-        return table * kept
+        mask = torch.ones(self.num_embeddings, 1, dtype=table.dtype, device=table.device)
+        mask[self.padding_idx] = 0
+        return table * mask
 
     def plan(self, num_ids: int) -> Plan:
         """Return the contraction order for a number of unique ids; print it to see the costs.
@@ -167,21 +166,22 @@ class TTMEmbedding(TTLayer):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows of the table: (n) ids to (n, embedding_dim), each id looked up separately."""
-        strides = [prod(self.row_modes[place + 1 :]) for place in range(len(self.cores))]
+        strides = [prod(self.row_modes[i + 1 :]) for i in range(len(self.cores))]
         num_ids = ids.numel()
-        found: Tensor | None = None
+        state: Tensor | None = None
         steps = self._best_steps(num_ids)
-        for step, table in zip(steps, self.blocks(steps), strict=True):
-            places = core_indices(step.tree)
-            digits = ids.div(strides[places[-1]], rounding_mode="floor").remainder(table.shape[1])
-            flat = table.transpose(0, 1).flatten(1)
-            if found is None:
-                found = nn.functional.embedding(digits, flat)
+        for step, block in zip(steps, self.blocks(steps), strict=True):
+            # The block is a table (r, rows, columns, r'), which the digits of its cores index.
+            last = core_indices(step.tree)[-1]
+            digits = ids.div(strides[last], rounding_mode="floor").remainder(block.shape[1])
+            table = block.transpose(0, 1).flatten(1)  # (rows, r columns r')
+            if state is None:
+                state = nn.functional.embedding(digits, table)
             else:
-                found = _absorb(found, flat, digits, step)
-            found = found.view(num_ids, step.before * table.shape[2], table.shape[3])
-        assert found is not None
-        values = found.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
+                state = lookup_multiply(state, table, digits, step)
+            state = state.view(num_ids, step.leading * block.shape[2], block.shape[3])  # (ids, columns, r')
+        assert state is not None
+        values = state.reshape(num_ids, prod(self.col_modes))[:, : self.embedding_dim]
         values = values.to(self.chain[0].dtype)  # the dtype of a dense table, also under autocast
         if self.padding_idx is None:
             return values
@@ -198,23 +198,12 @@ class TTMEmbedding(TTLayer):
         """
         ids = input  # `nn.Embedding`'s keyword is `input`
         self.check_input(ids)
-        _check_ids(ids, self.num_embeddings)
-        distinct, inverse = self._unique_ids(ids)
-        rows = self.rows(distinct)
+        check_ids(ids, self.num_embeddings)
+        unique, inverse = unique_ids(ids, self.num_embeddings, self.capacity)
+        rows = self.rows(unique)
         if inverse is None:
             return rows.contiguous().view(*ids.shape, self.embedding_dim)
         return nn.functional.embedding(inverse, rows)
-
-    def _unique_ids(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the 1-D ids to look up, and each id's index among them; None if these are all ids in order."""
-        if self.capacity is not None:
-            return _unique_within(ids, self.capacity)
-        if _is_count_unknown(ids):
-            if ids.numel() > self.num_embeddings:
-                return torch.arange(self.num_embeddings, dtype=ids.dtype, device=ids.device), ids
-            return ids.reshape(-1), None
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        return distinct, inverse
 
     def logits(self, hidden: Tensor, max_elements: int = 1 << 24) -> Tensor:
         """Return h E^T without building the table: (..., embedding_dim) to (..., num_embeddings).
@@ -234,33 +223,21 @@ class TTMEmbedding(TTLayer):
             UserError: if `check_input` raises it.
         """
         self.check_input(hidden)
-        flat = hidden.reshape(-1, self.embedding_dim)
-        flat = flat if self.formats is None else self.formats.input(flat)
-        flat = nn.functional.pad(flat, (0, prod(self.col_modes) - self.embedding_dim))
-        steps = self._best_steps(flat.shape[0], of_head=True)
-        whole = steps[0].tree
-        if not isinstance(whole, int) and len(core_indices(whole)) == len(self.cores):
-            left, right = self.merged_blocks(whole)
-            values = _products_by_rows(flat, left.squeeze(0), right.squeeze(-1), max_elements)
-            return self._trim_logits(values, hidden)
-        matrices = [
-            block.transpose(1, 2).reshape(step.inner, step.width)
-            for block, step in zip(self.blocks(steps), steps, strict=True)
-        ]
-        widest = max(step.before * step.width * step.behind for step in steps)
-        parts = [
-            _products(part, matrices, steps, prod(self.row_modes))
-            for part in torch.split(flat, max(1, max_elements // widest))
-        ]
-        return self._trim_logits(torch.cat(parts) if len(parts) > 1 else parts[0], hidden)
-
-    def _trim_logits(self, values: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits of the actual rows from those of all rows, (tokens, padded rows)."""
-        values = values[:, : self.num_embeddings].contiguous()
+        x = hidden.reshape(-1, self.embedding_dim)
+        x = x if self.formats is None else self.formats.input(x)
+        x = nn.functional.pad(x, (0, prod(self.col_modes) - self.embedding_dim))
+        steps = self._best_steps(x.shape[0], is_head=True)
+        tree = steps[0].tree
+        if not isinstance(tree, int) and len(core_indices(tree)) == len(self.cores):  # all cores in one block
+            left, right = self.merged_blocks(tree)
+            logits = multiply_by_rows(x, left.squeeze(0), right.squeeze(-1), max_elements)
+        else:
+            logits = multiply_by_blocks(x, self.blocks(steps), steps, max_elements)
+        logits = logits[:, : self.num_embeddings].contiguous()  # without the padding of the row modes
         if self.padding_idx is not None:
-            padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=values.device)
-            values = values.index_fill(1, padding, 0.0)
-        return values.reshape(*hidden.shape[:-1], self.num_embeddings)
+            padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=logits.device)
+            logits = logits.index_fill(1, padding, 0.0)
+        return logits.reshape(*hidden.shape[:-1], self.num_embeddings)
 
     @classmethod
     def from_dense(
@@ -304,7 +281,7 @@ class TTMEmbedding(TTLayer):
             raise UserError(f"from_dense: {reason}")
         if isinstance(embedding, nn.EmbeddingBag) != issubclass(cls, TTMEmbeddingBag):
             right = "TTMEmbeddingBag" if isinstance(embedding, nn.EmbeddingBag) else "TTMEmbedding"
-            raise UserError(f"{cls.__name__} cannot stand for an {type(embedding).__name__}; that is a {right}")
+            raise UserError(f"{cls.__name__} cannot replace an {type(embedding).__name__}; use {right}.from_dense")
         if isinstance(embedding, nn.EmbeddingBag):
             options = {"mode": embedding.mode, "include_last_offset": embedding.include_last_offset, **options}
         weight = embedding.weight.detach()
@@ -321,15 +298,15 @@ class TTMEmbedding(TTLayer):
             **options,
         )
         padding = (0, prod(made.col_modes) - made.embedding_dim, 0, prod(made.row_modes) - made.num_embeddings)
-        whole = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
-        num = len(made.row_modes)
-        whole = whole.permute([place for pair in range(num) for place in (pair, num + pair)])
+        tensor = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
+        num_cores = len(made.row_modes)
+        tensor = tensor.permute([dim for core in range(num_cores) for dim in (core, num_cores + core)])
         made._set_closest_cores(
-            whole,
+            tensor,  # (row mode 1, column mode 1, row mode 2, column mode 2, ...)
             made._mode_shapes(),
-            held=rank is not None,
+            has_ranks=rank is not None,
             error=error,
-            numel=weight.numel(),
+            dense_numel=weight.numel(),
             allow_larger=allow_larger,
         )
         made.cores.requires_grad_(embedding.weight.requires_grad)
@@ -383,7 +360,7 @@ class TTMEmbeddingBag(TTMEmbedding):
         **options: Any,
     ) -> None:
         if mode not in ("sum", "mean"):
-            raise UserError(f"mode must be sum or mean; given {mode!r}")
+            raise UserError(f"given mode={mode!r}; it must be 'sum' or 'mean'")
         super().__init__(num_embeddings, embedding_dim, rank, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -400,9 +377,9 @@ class TTMEmbeddingBag(TTMEmbedding):
         """
         ids = input
         self.check_input(ids)
-        _check_ids(ids, self.num_embeddings)
-        distinct, inverse = self._unique_ids(ids)
-        rows = self.rows(distinct)
+        check_ids(ids, self.num_embeddings)
+        unique, inverse = unique_ids(ids, self.num_embeddings, self.capacity)
+        rows = self.rows(unique)
         if inverse is None:
             inverse = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         padding = None
@@ -434,136 +411,85 @@ class TTMEmbeddingBag(TTMEmbedding):
         return made.train(self.training)
 
 
-def _absorb(found: Tensor, flat: Tensor, digits: Tensor, step: Step) -> Tensor:
-    """Multiply the state of each id, (ids, P, K), by its row of a merged block, (rows, K Q): (ids, P, Q)."""
-    device = found.device.type
-    if torch.is_autocast_enabled(device):  # custom autograd functions ignore it in the backward pass
-        found, flat = (value.to(torch.get_autocast_dtype(device)) for value in (found, flat))
-    result: Tensor = _AbsorbFunction.apply(found, flat, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
-    return result
+class TTMHead(nn.Module):
+    """Linear layer tied to a `TTMEmbedding`; its only parameter is a bias.
 
+    Args:
+        table: the embedding, registered elsewhere in the model.
+        bias: (num_embeddings,), used without copying, so that it stays tied; or None.
 
-class _AbsorbFunction(torch.autograd.Function):
-    """Product of each id's state with its looked-up row of a block.
+    Attributes:
+        bias: as given.
 
-    The rows are r times larger than the state, so the backward pass looks them up again instead of saving them.
+    Example:
+        >>> table = sc.TTMEmbedding(30522, 768, rank=32)
+        >>> TTMHead(table)(torch.randn(2, 768)).shape
+        torch.Size([2, 30522])
     """
 
-    generate_vmap_rule = True
+    def __init__(self, table: TTMEmbedding, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self._tied = (table,)  # in a tuple: a module would be registered, and its cores saved twice
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
 
-    @staticmethod
-    def forward(found: Tensor, flat: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
-        return found @ nn.functional.embedding(digits, flat).view(digits.numel(), inner, width)
+    @property
+    def table(self) -> TTMEmbedding:
+        """The embedding that the head is tied to."""
+        return self._tied[0]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        found, flat, digits, *ctx.sides = inputs
-        ctx.save_for_backward(found, flat, digits)
+    @property
+    def in_features(self) -> int:
+        return self.table.embedding_dim
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found, flat, digits = ctx.saved_tensors
-        of_rows = (found.transpose(1, 2) @ grad).flatten(1)
-        if _is_vmapped(of_rows):
-            of_flat = of_rows.new_zeros(flat.shape).index_add(0, digits, of_rows)
-        else:
-            of_flat = torch.ops.aten.embedding_dense_backward(of_rows, digits, flat.shape[0], -1, False)
-        del of_rows  # free it, since it is as large as the rows
-        block = nn.functional.embedding(digits, flat).view(digits.numel(), *ctx.sides)
-        return grad @ block.transpose(1, 2), of_flat, None, None, None
+    @property
+    def out_features(self) -> int:
+        return self.table.num_embeddings
+
+    @property
+    def weight(self) -> Tensor:
+        """Table, (out_features, in_features); see `TTMEmbedding.weight`."""
+        return self.table.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits, (..., in_features) to (..., out_features)."""
+        logits = self.table.logits(input)
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+    def flops(self, tokens: int) -> int:
+        """Return the floating-point operations of a forward pass over this many tokens, merging of cores included."""
+        return 2 * best_plan(Head(self.table.network), tokens).macs
+
+    def to_dense(self, weight: nn.Parameter | None = None) -> nn.Linear:
+        """Return an equivalent `nn.Linear`.
+
+        Args:
+            weight: weight of the dense embedding, to tie to it; default a copy of the table.
+        """
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.table.dense_weight().detach()) if weight is None else weight
+        linear.register_parameter("bias", self.bias)
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def unsupported_reason(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
-    """Return why a table cannot become TT cores; None if it can."""
+    """Return the reason that a table cannot become a TT table; None if it can."""
     if table.max_norm or table.scale_grad_by_freq:
         return "max_norm and scale_grad_by_freq need the rows of a dense table"
     if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
-        return "TT bags take sums and means, no maxima"
+        return "TT bags support the modes sum and mean, not max"
     return None
-
-
-def _products(flat: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], num_rows: int) -> Tensor:
-    """Contract like `contract`, but put each step's new dims before the remaining ones: (tokens, rows)."""
-    state = flat
-    for step, matrix in zip(steps, matrices, strict=True):
-        state = matrix.t() @ state.reshape(flat.shape[0] * step.before, step.inner, step.behind)
-    return state.reshape(flat.shape[0], num_rows)
-
-
-def _products_by_rows(flat: Tensor, left: Tensor, right: Tensor, max_elements: int) -> Tensor:
-    """Multiply x by all rows of a table in two blocks, some rows at a time: (tokens, rows).
-
-    Args:
-        flat: (tokens, columns).
-        left: (row modes, column modes, r).
-        right: (r, row modes, column modes).
-        max_elements: maximum number of elements of a part, which is at most a quarter of the table.
-    """
-    numbers = flat.shape[1] * right.shape[1]
-    rows = max(1, min(max_elements // numbers, -(-left.shape[0] // 4)))
-
-    def product(flat: Tensor, part: Tensor, right: Tensor) -> Tensor:
-        with without_autocast(flat.device):
-            wide = part.flatten(0, 1) @ right.flatten(1)
-        wide = wide.view(part.shape[0], part.shape[1], right.shape[1], right.shape[2])
-        return flat @ wide.permute(1, 3, 0, 2).reshape(flat.shape[1], -1).to(flat.dtype)
-
-    parts = torch.split(left, rows)
-    if torch.is_grad_enabled() and not _is_transformed():
-        made = [checkpoint(product, flat, part, right, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    else:
-        made = [product(flat, part, right) for part in parts]
-    return torch.cat(made, dim=1)
-
-
-def _unique_within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return the unique ids in a vector of length `capacity`, padded with 0, and the index of each id in it."""
-    ordered, order = ids.reshape(-1).sort()
-    is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
-    place = is_new.cumsum(0)
-    assert_async((place < capacity).all(), f"more than {capacity} distinct ids, the capacity of this table")
-    place = place.clamp(max=capacity - 1)
-    distinct = ordered.new_zeros(capacity).scatter(0, place, ordered)
-    return distinct, torch.empty_like(place).scatter(0, order, place).view(ids.shape)
-
-
-def _is_count_unknown(ids: Tensor) -> bool:
-    """True if the number of unique ids is data-dependent and unavailable (compile, graph capture, meta, vmap)."""
-    if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_vmapped(ids):
-        return True
-    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _is_vmapped(values: Tensor) -> bool:
-    """True if the values belong to one example inside `torch.func.vmap`, so that their values cannot be read."""
-    return not torch.compiler.is_compiling() and is_batched(values)
-
-
-def _is_transformed() -> bool:
-    """True inside a `torch.func` transform, which does not support checkpointing."""
-    return not torch.compiler.is_compiling() and is_in_functorch()
-
-
-def _check_ids(ids: Tensor, num_embeddings: int) -> None:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UserError(f"ids must be integers; given {ids.dtype}")
-    if isinstance(ids, FakeTensor) or ids.is_meta or _is_vmapped(ids):
-        return
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        # The assertion needs a message; compiled code drops it otherwise.
-        assert_async(((ids >= 0) & (ids < num_embeddings)).all(), f"id out of range: rows 0 to {num_embeddings - 1}")
-        return
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_embeddings):
-        worst = ids.min() if int(ids.min()) < 0 else ids.max()
-        raise IndexError(f"id {int(worst)} is out of range: this table has the rows 0 to {num_embeddings - 1}")
 
 
 def _check_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, SupportsIndex):
-        raise UserError(f"padding_idx must be an integer; given {padding_idx!r}")
+        raise UserError(f"given padding_idx={padding_idx!r}; it must be an integer")
     padding_idx = index(padding_idx)
     if not -num_embeddings <= padding_idx < num_embeddings:
-        raise UserError(f"padding_idx must be within the {num_embeddings} rows; given {padding_idx}")
+        raise UserError(f"given padding_idx={padding_idx}; it must be within the {num_embeddings} rows")
     return padding_idx % num_embeddings

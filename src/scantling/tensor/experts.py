@@ -27,13 +27,14 @@ _EXPERT_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 def is_fused_experts(module: nn.Module) -> bool:
     """True for a module of fused experts in the form of transformers."""
+    if not all(hasattr(module, name) for name in _EXPERT_ATTRIBUTES):
+        return False
     weights = [own_parameters(module).get(name) for name in (up_name(module), DOWN_PROJ)]
-    marked = all(hasattr(module, mark) for mark in _EXPERT_ATTRIBUTES)
-    return marked and all(weight is not None and weight.ndim == 3 for weight in weights)
+    return all(weight is not None and weight.ndim == 3 for weight in weights)
 
 
 def up_name(module: nn.Module) -> str:
-    """Return the name of the first projection."""
+    """Return the name of the first projection, which expands the hidden states."""
     return next((name for name in _UP_PROJS if own_parameters(module).get(name) is not None), _UP_PROJS[0])
 
 
@@ -76,55 +77,56 @@ class TTExperts(nn.Module):
         self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
         self.train(experts.training)
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts.
+    def forward(self, hidden: Tensor, expert_idx: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the selected experts.
 
         Args:
             hidden: (tokens, width).
-            chosen: (tokens, k) expert indices; indices from `num_experts` on are ignored.
+            expert_idx: (tokens, k); indices from `num_experts` on are ignored.
             weights: (tokens, k).
 
         Returns:
             (tokens, width).
         """
         result = torch.zeros_like(hidden)
-        for number in torch.unique(chosen).tolist():
-            if number >= self.num_experts:
+        for expert in torch.unique(expert_idx).tolist():
+            if expert >= self.num_experts:
                 continue
-            tokens, places = torch.where(chosen == number)
-            inner = self._add_bias(self.up[number](hidden[tokens]), self.up_name, number)
-            out = self._add_bias(self.down[number](self._apply_gate(inner)), DOWN_PROJ, number)
+            token_idx, slot = torch.where(expert_idx == expert)
+            # All tokens of this expert at once: (tokens of the expert, ...).
+            inner = self._add_bias(self.up[expert](hidden[token_idx]), self.up_name, expert)
+            out = self._add_bias(self.down[expert](self._apply_gate(inner)), DOWN_PROJ, expert)
             if getattr(self, "has_post_expert_norm", False):
                 out = self.post_expert_norm(out)
-            result = result.index_add(0, tokens, (out * weights[tokens, places, None]).to(result.dtype))
+            result = result.index_add(0, token_idx, (out * weights[token_idx, slot, None]).to(result.dtype))
         return result
 
     def to_dense(self) -> nn.Module:
         """Return a module of the replaced class; it shares everything except the projections with this one."""
-        made: nn.Module = self.dense_class.__new__(self.dense_class)
-        nn.Module.__init__(made)
-        _share_members(self, made, without=("up", "down"))
+        experts: nn.Module = self.dense_class.__new__(self.dense_class)
+        nn.Module.__init__(experts)
+        _share_members(self, experts, without=("up", "down"))
         for name, parts in ((self.up_name, self.up), (DOWN_PROJ, self.down)):
             layers = [part for part in parts if isinstance(part, TTLinear)]
-            matrices = [layer.dense_weight().detach() for layer in layers]
-            whole = torch.stack([matrix.t() if self.is_transposed else matrix for matrix in matrices])
-            made.register_parameter(name, nn.Parameter(whole, requires_grad=layers[0].is_trainable))
-        del made.dense_class, made.up_name
-        return made.train(self.training)
+            matrices = [layer.dense_weight().detach() for layer in layers]  # each (out, in)
+            weight = torch.stack([matrix.t() if self.is_transposed else matrix for matrix in matrices])
+            experts.register_parameter(name, nn.Parameter(weight, requires_grad=layers[0].is_trainable))
+        del experts.dense_class, experts.up_name
+        return experts.train(self.training)
 
     @property
     def experts_per_token(self) -> int | None:
         """Number of experts per token, from the model's configuration; None if unknown."""
         config = getattr(self, "config", None)
-        names = ("num_experts_per_tok", "top_k_experts")
-        return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+        counts = (getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
+        return next((count for count in counts if isinstance(count, int)), None)
 
     def num_parameters(self) -> int:
         """Return the number of parameters in the cores of all experts."""
         return sum(part.num_parameters() for part in (*self.up, *self.down) if isinstance(part, TTLinear))
 
-    def _add_bias(self, values: Tensor, name: str, number: int) -> Tensor:
-        return values + self.get_parameter(f"{name}_bias")[number] if self.has_bias else values
+    def _add_bias(self, values: Tensor, name: str, expert: int) -> Tensor:
+        return values + self.get_parameter(f"{name}_bias")[expert] if self.has_bias else values
 
     def _apply_gate(self, values: Tensor) -> Tensor:
         gate: Callable[[Any, Tensor], Tensor] | None = getattr(self.dense_class, "_apply_gate", None)

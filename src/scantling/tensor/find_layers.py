@@ -1,17 +1,23 @@
-"""Search for layers that can become TT layers, and for modules that share their weights."""
+"""Layers of a model that become TT layers: those that can, with the modules that share their weights, and the user's
+selection among them (the `rank` and `filter_fn` arguments of `tensorize`).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from scantling.conv1d import is_conv1d
+from scantling.errors import UserError, with_hint
 from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.embedding import unsupported_reason
 from scantling.tensor.experts import DOWN_PROJ, is_fused_experts, up_name
+from scantling.tensor.modes import positive_ints
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
@@ -48,12 +54,12 @@ def find_layers(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
     Only exact classes count, since the forward pass of a subclass may compute more.
 
     Returns:
-        Sites in the order of the model, and reasons for linear layers and tables that cannot be converted.
+        Candidates in the order of the model, and reasons for linear layers and tables that cannot be converted.
     """
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    owners: dict[int, list[nn.Module]] = defaultdict(list)  # modules that hold a parameter, by its id
     for module in names:
         for parameter in own_parameters(module).values():
             if parameter is not None:
@@ -66,10 +72,11 @@ def find_layers(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
         if module in tied or not (is_linear(module) or is_embedding(module) or is_fused_experts(module)):
             continue
         candidate = Candidate(module, names[module])
+        # Modules that share a weight become one TT layer, and tied linear layers its heads.
         sharing = [each for weight in candidate.weights for each in owners[id(weight)] if each is not module]
         if is_linear(module) and any(is_embedding(each) for each in sharing):
             continue  # a head is converted with its table
-        reason = _refusal(module, candidate.weights) or _tied_refusal(module, sharing)
+        reason = _unsupported_reason(module, candidate.weights) or _tied_unsupported_reason(module, sharing)
         if reason:
             refused |= {name: reason for each in (module, *sharing) for name in names[each]}
             continue
@@ -84,10 +91,12 @@ def find_layers(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
 
 
 def is_linear(module: nn.Module) -> bool:
+    """True for an `nn.Linear` or GPT-2's Conv1D, not for a subclass of them."""
     return (type(module) is nn.Linear or is_conv1d(type(module))) and _has_weight(module)
 
 
 def is_embedding(module: nn.Module) -> bool:
+    """True for an `nn.Embedding` or `nn.EmbeddingBag`, not for a subclass of them."""
     return type(module) in (nn.Embedding, nn.EmbeddingBag) and _has_weight(module)
 
 
@@ -96,29 +105,101 @@ def _has_weight(module: nn.Module) -> bool:
     return own_parameters(module).get("weight") is not None
 
 
-def _refusal(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
-    """Return why a module cannot be replaced; None if it can."""
+def _unsupported_reason(module: nn.Module, weights: list[nn.Parameter]) -> str | None:
+    """Return the reason that a module cannot be replaced; None if it can."""
     if "forward" in vars(module):
-        return "its forward was replaced, as offloading does; convert the model before that"
+        return "its forward method was replaced, as offloading does; convert the model before offloading"
     for weight in weights:
         if not weight.numel():
-            return f"its weight has no numbers, {tuple(weight.shape)}"
+            return f"its weight is empty, {tuple(weight.shape)}"
         if type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}; convert the model before it is sharded or quantized"
         if not weight.is_floating_point() or weight.is_complex():
-            return f"its weight is {weight.dtype}"
+            return f"its weight has the dtype {weight.dtype}, which is not a real floating-point type"
     return unsupported_reason(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
 
 
-def _tied_refusal(module: nn.Module, sharing: list[nn.Module]) -> str | None:
+def _tied_unsupported_reason(module: nn.Module, sharing: list[nn.Module]) -> str | None:
+    """Return the reason that a module cannot share cores with the modules that share its weight; None if it can."""
     for each in sharing:
         if not is_embedding(module) or not (is_embedding(each) or type(each) is nn.Linear):
-            return f"its weight is also that of a {type(each).__name__}, which cannot share cores with it"
+            return f"its weight is shared with a {type(each).__name__}, which cannot share cores with it"
         if is_embedding(each) and _settings(each) != _settings(module):
-            return "its weight is also that of a table with other settings"
+            return "its weight is shared with a table that has other settings"
     return None
 
 
 def _settings(table: nn.Module) -> tuple[object, ...]:
     keys = ("padding_idx", "max_norm", "scale_grad_by_freq", "mode", "include_last_offset")
     return type(table), *(getattr(table, key, None) for key in keys)
+
+
+Rank: TypeAlias = int | Sequence[int]
+Ranks: TypeAlias = Rank | Mapping[str, Rank | Mapping[str, Any]]
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+
+LINEAR_OPTIONS = ("rank", "num_modes", "in_modes", "out_modes", "activation")
+TABLE_OPTIONS = ("rank", "num_modes", "row_modes", "col_modes")
+
+
+class LayerFilter:
+    """User's options for each layer.
+
+    Args:
+        rank: rank for all layers, or a mapping of patterns; see `scantling.tensorize`.
+        filter_fn: function of a layer's name and the layer; True to replace the layer. None selects all.
+
+    Raises:
+        UserError: if a rank, a pattern or options have the wrong form.
+    """
+
+    def __init__(self, rank: Ranks, filter_fn: Filter | None = None) -> None:
+        if filter_fn is not None and not callable(filter_fn):
+            raise UserError(f"given filter_fn={filter_fn!r}; it must be a function of a name and a module")
+        by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
+        if not by_pattern:
+            raise UserError("rank is an empty mapping; it needs at least one pattern, such as {'*': 32}")
+        self._options = {pattern: _parse_options(pattern, value) for pattern, value in by_pattern.items()}
+        self._filter = filter_fn
+        self._used: set[str] = set()
+
+    def options(self, names: Iterable[str], module: nn.Module) -> dict[str, Any] | None:
+        """Return the options of the first pattern that matches one of a layer's names; None to leave the layer
+        unchanged.
+        """
+        selected = [name for name in names if self._filter is None or self._filter(name, module)]
+        for pattern, options in self._options.items():
+            if any(fnmatchcase(name, pattern) for name in selected):
+                self._used.add(pattern)
+                return dict(options)
+        return None
+
+    def unused_patterns(self) -> list[str]:
+        """Return the patterns that selected no layer."""
+        return [pattern for pattern in self._options if pattern not in self._used]
+
+
+def check_layer_options(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Raise if a layer does not accept an option.
+
+    Raises:
+        UserError: with the closest known option, if there is one.
+    """
+    for key in options:
+        if key not in allowed:
+            raise UserError(
+                with_hint(f"given the option {key!r}; it must be one of {', '.join(allowed)}", key, allowed)
+            )
+
+
+def _parse_options(pattern: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(pattern, str):
+        raise UserError(f"given the pattern {pattern!r}; patterns of layer names must be strings")
+    options = dict(value) if isinstance(value, Mapping) else {"rank": value}
+    rank = options.get("rank")
+    single = positive_ints([rank])
+    ranks = single or (None if isinstance(rank, str) else positive_ints(rank))
+    if not ranks:
+        where = "rank" if pattern == "*" else f"rank of the pattern {pattern!r}"
+        raise UserError(f"{where}: given {rank!r}; it must be a positive integer or a sequence of them")
+    return {**options, "rank": ranks[0] if single else list(ranks)}

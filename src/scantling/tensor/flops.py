@@ -9,12 +9,11 @@ from typing import TypeAlias
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.tensor.contraction import Head, Lookup
-from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.contraction import Head, Lookup, Network, best_plan, rank_factors
+from scantling.tensor.embedding import TTMEmbedding, TTMHead
 from scantling.tensor.experts import TTExperts
-from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import TTLayer
-from scantling.tensor.sizes import Term, flop_terms
+from scantling.tensor.sizes import Term
 
 LayerUses: TypeAlias = Mapping[TTLayer, "LayerUse"]
 
@@ -37,7 +36,7 @@ class LayerUse:
     def flop_terms(self, layer: TTLayer, ranks: tuple[int, ...], first_bond: int) -> list[Term]:
         """Return the terms of the FLOPs per token at these ranks; see `scantling.tensor.sizes.flop_terms`."""
         network = layer.network_at(ranks)
-        share = self.num_rows / self.num_tokens
+        share = self.num_rows / self.num_tokens  # terms are per row of the layer, sizes per token of the step
         terms = [(value * share, bonds) for value, bonds in flop_terms(network, self.num_rows, first_bond)]
         if self.num_heads and isinstance(network, Lookup):
             terms += self.num_heads * flop_terms(Head(network), self.num_tokens, first_bond)
@@ -52,23 +51,42 @@ def count_uses(model: nn.Module, num_tokens: int) -> LayerUses:
     Raises:
         UserError: if the number of experts per token is unknown.
     """
-    found: dict[TTLayer, LayerUse] = {}
+    # Every layer receives all tokens, a table the unique ids at most.
+    uses: dict[TTLayer, LayerUse] = {}
     modules = list(model.modules())
     for layer in modules:
         if isinstance(layer, TTMEmbedding):
             heads = sum(isinstance(head, TTMHead) and head.table is layer for head in modules)
-            found[layer] = LayerUse(num_tokens, min(num_tokens, layer.num_embeddings), heads)
+            uses[layer] = LayerUse(num_tokens, min(num_tokens, layer.num_embeddings), heads)
         elif isinstance(layer, TTLayer):
-            found[layer] = LayerUse(num_tokens, num_tokens)
+            uses[layer] = LayerUse(num_tokens, num_tokens)
     for name, experts in model.named_modules():
         if isinstance(experts, TTExperts):
-            chosen = experts.experts_per_token
-            if chosen is None:
+            per_token = experts.experts_per_token
+            if per_token is None:
                 raise UserError(
-                    f"unit='flops': nothing says how many of the {experts.num_experts} experts of '{name}' a token "
-                    "chooses, for want of a config.num_experts_per_tok; take unit='parameters' or 'bytes'"
+                    f"unit='flops' needs the number of experts per token, but the configuration of '{name}' has no "
+                    "num_experts_per_tok; use unit='parameters' or 'bytes'"
                 )
-            rows = max(1, round(num_tokens * min(1.0, chosen / experts.num_experts)))
+            # An expert receives its share of the tokens, if they are spread evenly.
+            rows = max(1, round(num_tokens * min(1.0, per_token / experts.num_experts)))
             for layer in (*experts.up, *experts.down):
-                found[layer] = LayerUse(num_tokens, rows)
-    return found
+                uses[layer] = LayerUse(num_tokens, rows)
+    return uses
+
+
+def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
+    """Return the terms of the FLOPs per token, forward and backward, in the best order at these ranks.
+
+    Args:
+        network: modes and ranks.
+        num_tokens: tokens per step; the cost of merging is divided by it.
+        first_bond: index of the chain's first inner bond among all bonds.
+    """
+    last = len(network.sizes)
+    plan = best_plan(network, num_tokens)
+    # 2 FLOPs per multiplication, times 3: the backward pass costs twice as much as the forward pass.
+    return [
+        (6.0 * macs / num_tokens, [first_bond + bond - 1 for bond in bonds if 0 < bond < last])
+        for macs, bonds in rank_factors(network, plan)
+    ]

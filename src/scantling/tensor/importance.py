@@ -29,77 +29,78 @@ class Importance:
     def __init__(self, memory: float) -> None:
         self._memory = memory
         self._gates: list[Tensor] = []
-        self._places: dict[int, int] = {}
+        self._index: dict[int, int] = {}
         self._squares: Tensor | None = None  # (ranks of all bonds)
         self._pending: dict[int, Tensor | None] = {}  # gradients of the step that is not counted yet
 
-    def follow(self, rank_gates: Sequence[Tensor]) -> None:
+    def set_gates(self, rank_gates: Sequence[Tensor]) -> None:
         """Set the rank gates of all bonds, in order; call `slice_state` whenever a gate is sliced."""
         self._gates = list(rank_gates)
-        self._places = {id(gate): place for place, gate in enumerate(rank_gates)}
+        self._index = {id(gate): i for i, gate in enumerate(rank_gates)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_places": {}}
+        return {**self.__dict__, "_index": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.follow(self._gates)  # a copy has other gate parameters
+        self.set_gates(self._gates)  # a copy has other gate parameters
 
     @torch.no_grad()
-    def keep(self, gate: Tensor) -> None:
-        """Keep the gradient of a rank gate until the step is counted; other parameters are ignored."""
-        place = self._places.get(id(gate))
-        if place is not None and place not in self._pending and gate.grad is not None:
-            self._pending[place] = gate.grad.detach().clone()
+    def record_gradient(self, gate: Tensor) -> None:
+        """Record the gradient of a rank gate until the step is counted; other parameters are ignored."""
+        index = self._index.get(id(gate))
+        if index is not None and index not in self._pending and gate.grad is not None:
+            self._pending[index] = gate.grad.detach().clone()
 
     def exclude(self, gate: Tensor) -> None:
-        """Ignore the gradient of a rank gate that was not stepped, unless it was kept before."""
-        self._pending.setdefault(self._places[id(gate)], None)
+        """Exclude the gradient of a rank gate that was not stepped, unless it was recorded before."""
+        self._pending.setdefault(self._index[id(gate)], None)
 
-    def forget(self) -> None:
-        """Drop the kept gradients, if no step was taken."""
+    def discard_pending(self) -> None:
+        """Drop the recorded gradients, if no step was taken."""
         self._pending.clear()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the gradients of a step: the kept ones, and the current ones of all other rank gates.
+        """Add the gradients of a step: the recorded ones, and the current ones of all other rank gates.
 
         A gate without a gradient had no effect on the loss if other gates have gradients. If no gate has one, or all
         are 0, the gradients were freed, and the importance does not change. Non-finite gradients are left out, as no
         optimizer steps with them.
         """
-        gradients = [self._pending.get(place, gate.grad) for place, gate in enumerate(self._gates)]
-        self.forget()
+        gradients = [self._pending.get(i, gate.grad) for i, gate in enumerate(self._gates)]
+        self.discard_pending()
         if all(gradient is None for gradient in gradients):
             return
-        found = torch.cat(
+        squares = torch.cat(  # (ranks of all bonds)
             [
                 torch.zeros_like(gate) if gradient is None else gradient.to(gate.dtype)
                 for gate, gradient in zip(self._gates, gradients, strict=True)
             ]
         ).square()
-        known = torch.zeros_like(found) if self._squares is None else self._squares.to(found)
-        found = torch.where(torch.isfinite(found), found, known)
-        self._squares = torch.where(found.any(), known.lerp(found, 1.0 - self._memory), known)
+        previous = torch.zeros_like(squares) if self._squares is None else self._squares.to(squares)
+        squares = torch.where(torch.isfinite(squares), squares, previous)
+        # No gradient at all means that gradients were freed, so the mean stays as it is.
+        self._squares = torch.where(squares.any(), previous.lerp(squares, 1.0 - self._memory), previous)
 
-    def of(self, values: Tensor) -> Tensor | None:
+    def scores(self, gate_values: Tensor) -> Tensor | None:
         """Return the importance of all ranks at these values of the gates, (ranks of all bonds); None before any step.
 
         All are too small by one factor, since the mean starts at 0; only their order matters.
         """
-        return None if self._squares is None else self._squares.to(values) * values.square()
+        return None if self._squares is None else self._squares.to(gate_values) * gate_values.square()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep only some ranks of a bond, 1-D int64, before its gate is sliced; no effect for other parameters."""
-        place = self._places.get(id(param))
-        if place is None:
+        i = self._index.get(id(param))
+        if i is None:
             return
-        kept = self._pending.get(place)
-        if kept is not None:
-            self._pending[place] = kept[index]
+        pending = self._pending.get(i)
+        if pending is not None:
+            self._pending[i] = pending[index]
         if self._squares is not None:
             parts = list(torch.split(self._squares, [len(gate) for gate in self._gates]))
-            parts[place] = parts[place][index]
+            parts[i] = parts[i][index]
             self._squares = torch.cat(parts)
 
     def values(self) -> list[float] | None:
@@ -108,13 +109,13 @@ class Importance:
 
     def load_values(self, values: Sequence[float] | None) -> None:
         """Load the state, one value per current rank."""
-        self.forget()
+        self.discard_pending()
         self._squares = None if values is None else self._gates[0].new_tensor(values)
 
     def pending_values(self) -> dict[str, list[float]]:
-        """Return the kept gradients by the indices of their gates, as plain values."""
-        return {str(place): kept.tolist() for place, kept in self._pending.items() if kept is not None}
+        """Return the recorded gradients by the indices of their gates, as plain values."""
+        return {str(i): gradient.tolist() for i, gradient in self._pending.items() if gradient is not None}
 
     def load_pending_values(self, values: dict[str, list[float]]) -> None:
-        """Keep the gradients of a saved step that was not counted yet."""
-        self._pending = {int(place): self._gates[int(place)].new_tensor(kept) for place, kept in values.items()}
+        """Load the gradients of a saved step that was not counted yet."""
+        self._pending = {int(i): self._gates[int(i)].new_tensor(gradient) for i, gradient in values.items()}

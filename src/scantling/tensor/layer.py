@@ -128,13 +128,14 @@ class TTLayer(nn.Module):
         cores = self.chain
         if not cores:
             raise UserError(
-                "this layer is a copy that nn.DataParallel made, which leaves out cores; start one process for each "
-                "GPU, with torchrun, or show one GPU alone to the process (CUDA_VISIBLE_DEVICES)"
+                "this layer is a copy made by nn.DataParallel, which does not copy cores; start one process per GPU "
+                "with torchrun, or make a single GPU visible (CUDA_VISIBLE_DEVICES)"
             )
         if cores[0].device != x.device:
             raise UserError(
-                f"the cores of this layer are on {cores[0].device}, its input is on {x.device}; TT layers cannot "
-                "be offloaded, and a tied head computes where its embedding is: give them one device in the device_map"
+                f"the cores of this layer are on {cores[0].device}, its input is on {x.device}. TT layers cannot be "
+                "offloaded, and a tied head must be on the device of its embedding: set one device for both in the "
+                "device_map"
             )
 
     @property
@@ -142,7 +143,7 @@ class TTLayer(nn.Module):
         """True if the cores are trained, or were until all ranks of a bond were removed."""
         return any(core.requires_grad or not core.numel() for core in self.chain)
 
-    def gated(self) -> list[Tensor]:
+    def gated_cores(self) -> list[Tensor]:
         """Return the cores as used in the computation: with rank gates, and rounded.
 
         Pruned ranks do not affect scales, so removing them does not change the rounding, unless groups of neighbors
@@ -153,22 +154,23 @@ class TTLayer(nn.Module):
             return cores
         if self.rank_gates is None:
             return [self.formats.core(core) for core in cores]
-        first, *others = cores
+        first, *others = cores  # core 1 has no bond on its left
         return [self.formats.core(first), *map(self._round_active, others, self.rank_gates)]
 
     def _round_active(self, core: Tensor, gate: Tensor) -> Tensor:
         """Round a core (r, modes..., r') behind a bond with gates (r), except the slices of pruned ranks."""
         assert self.formats is not None
         is_active = (gate.detach() > self.threshold).to(core.dtype)
-        behind = core * is_active.view(-1, *[1] * (core.ndim - 1))
+        active = core * is_active.view(-1, *[1] * (core.ndim - 1))
         # Pruned slices pass unrounded: they must not set scales, but still get a gradient.
-        return self.formats.core(behind) + (core - behind)
+        return self.formats.core(active) + (core - active)
 
     def _with_gates(self, cores: list[Tensor]) -> list[Tensor]:
+        """Scale the right bond of each core but the last by its gates: G_t D_t."""
         if self.rank_gates is None:
             return cores
         gates = [threshold_gate(gate, self.threshold) for gate in self.rank_gates]
-        return [*(core * one.to(core.dtype) for core, one in zip(cores, gates, strict=False)), cores[-1]]
+        return [*(core * gate.to(core.dtype) for core, gate in zip(cores, gates, strict=False)), cores[-1]]
 
     def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
         """Return the merged blocks of a contraction order, in the dtype of the cores even under autocast.
@@ -189,7 +191,7 @@ class TTLayer(nn.Module):
             return self._merge_blocks(trees)
 
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
-        cores = self.gated()
+        cores = self.gated_cores()
         return [merge_block(cores, tree) for tree in trees]
 
     def _merge_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
@@ -197,8 +199,9 @@ class TTLayer(nn.Module):
         if missing and not self._can_hold(shared, trees):
             return self._merge_blocks(trees)
         with without_saving_hooks():
-            made = self._merge_blocks(missing) if missing else []
-        for tree, block in zip(missing, made, strict=True):
+            blocks = self._merge_blocks(missing) if missing else []
+        for tree, block in zip(missing, blocks, strict=True):
+            # Passes use a leaf, which collects the gradients of all passes; see `merge_once`.
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
         return [shared[tree][1] for tree in trees]
 
@@ -207,7 +210,7 @@ class TTLayer(nn.Module):
         if missing and not self._can_hold(kept, trees):
             if not self._can_hold({}, trees):
                 return self._merge_blocks(trees)
-            kept.clear()  # drop orders for other numbers of tokens
+            kept.clear()  # drop the orders of other token counts
             missing = list(trees)
         kept.update(zip(missing, self._merge_blocks(missing) if missing else [], strict=True))
         return [kept[tree] for tree in trees]
@@ -217,7 +220,7 @@ class TTLayer(nn.Module):
         network = self.network
         return can_keep(network, trees) and can_keep(network, {*held, *trees}, MAX_KEPT_ORDERS)
 
-    def _best_steps(self, num_tokens: int, *, of_head: bool = False) -> tuple[Step, ...]:
+    def _best_steps(self, num_tokens: int, *, is_head: bool = False) -> tuple[Step, ...]:
         """Return the best order, found by comparisons only, so that a compiled graph is valid for a range of tokens."""
         merges: Literal["once", "kept", "shared"] = "once"
         if not torch.compiler.is_compiling():
@@ -225,16 +228,16 @@ class TTLayer(nn.Module):
                 merges = "shared"
             elif not torch.is_grad_enabled() and self._merged_kept is not None:
                 merges = "kept"
-        known: Orders = self._best_orders(merges, of_head)
-        for limit, steps in known:
+        orders: Orders = self._best_orders(merges, is_head)
+        for limit, steps in orders:
             if num_tokens <= limit:
                 return steps
-        return known[-1][1]
+        return orders[-1][1]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _best_orders(self, merges: Literal["once", "kept", "shared"], of_head: bool) -> Orders:
+    def _best_orders(self, merges: Literal["once", "kept", "shared"], is_head: bool) -> Orders:
         network = self.network
-        if of_head and isinstance(network, Lookup):
+        if is_head and isinstance(network, Lookup):
             network = Head(network)
         return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
 
@@ -274,14 +277,15 @@ class TTLayer(nn.Module):
         """
         if any(len(index) == 0 for index in kept):
             kept = [index[:0] for index in kept]
-        found: list[ParameterSlice] = []
+        slices: list[ParameterSlice] = []
         for bond, index in enumerate(kept):
             if len(index) == self.ranks[bond + 1]:
                 continue
-            found += [(self.cores[bond], self.cores[bond].ndim - 1, index), (self.cores[bond + 1], 0, index)]
+            # The right dim of the core before the bond, and the left dim of the core after it.
+            slices += [(self.cores[bond], self.cores[bond].ndim - 1, index), (self.cores[bond + 1], 0, index)]
             if self.rank_gates is not None:
-                found.append((self.rank_gates[bond], 0, index))
-        return found
+                slices.append((self.rank_gates[bond], 0, index))
+        return slices
 
     @torch.no_grad()
     def fold_gates(self) -> None:
@@ -297,54 +301,55 @@ class TTLayer(nn.Module):
 
     def _set_closest_cores(
         self,
-        whole: Tensor,
+        tensor: Tensor,
         shapes: Sequence[tuple[int, ...]],
         *,
-        held: bool,
+        has_ranks: bool,
         error: float,
-        numel: int,
+        dense_numel: int,
         allow_larger: bool,
     ) -> None:
         """Replace the cores by those that TT-SVD finds for a tensor.
 
         Args:
-            whole: tensor whose dims are the modes of all cores in order.
+            tensor: tensor whose dims are the modes of all cores in order.
             shapes: mode sizes of each core.
-            held: True if the ranks of this layer are upper bounds; False for as many ranks as the error needs.
+            has_ranks: True if the ranks of this layer are upper bounds; False for as many ranks as the error needs.
             error: allowed relative Frobenius error.
-            numel: number of parameters in the dense weight.
+            dense_numel: number of parameters in the dense weight.
             allow_larger: True to allow cores with more parameters than the dense weight.
 
         Raises:
             UserError: if neither ranks nor an error are given, or the cores are larger than the dense weight.
         """
-        if not (held or error > 0.0) or not 0.0 <= error <= 1.0:
-            raise UserError(f"from_dense needs a rank, an error above 0 and up to 1, or both; given error={error!r}")
-        if whole.is_meta:
+        if not (has_ranks or error > 0.0) or not 0.0 <= error <= 1.0:
+            raise UserError(f"given error={error!r}; from_dense needs a rank, an error above 0 and up to 1, or both")
+        if tensor.is_meta:
             raise UserError("from_dense: the weight is on the meta device and holds no values; load them first")
-        if not bool(torch.isfinite(whole).all()):
+        if not bool(torch.isfinite(tensor).all()):
             raise UserError("from_dense: the weight holds NaN or Inf")
-        found = tt_svd(whole, shapes, self.ranks if held else None, error)
-        size = sum(core.numel() for core in found)
-        if size > numel:
+        cores = tt_svd(tensor, shapes, self.ranks if has_ranks else None, error)
+        size = sum(core.numel() for core in cores)
+        if size > dense_numel:
             text = (
-                f"from_dense: these cores hold {size:,} numbers, {size / numel:.2f} times as many as the dense weight"
+                f"from_dense: the cores have {size:,} parameters, {size / dense_numel:.2f} times as many as the dense "
+                "weight"
             )
-            if not (held or allow_larger):
+            if not (has_ranks or allow_larger):
                 raise UserError(
                     f"{text}, for an error of {error:g}; allow a larger error, give a rank, keep the layer dense, or "
                     "pass allow_larger=True"
                 )
             if not allow_larger:
                 logger.warning("%s; lower the rank, or keep the layer dense", text)
-        self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in found)
+        self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in cores)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
         """Return the roles: a core is a matrix whose rows are its left bond and first mode, see
         `scantling.param_groups`.
         """
         roles: dict[str, tuple[Role, MatrixDims | None]] = {
-            f"cores.{place}": (self.core_role, self.core_dims) for place in range(len(self.cores))
+            f"cores.{i}": (self.core_role, self.core_dims) for i in range(len(self.cores))
         }
         return roles | {f"rank_gates.{bond}": ("vector", None) for bond in range(len(self.rank_gates or ()))}
 
@@ -352,20 +357,20 @@ class TTLayer(nn.Module):
         where = prefix.rstrip(".") or type(self).__name__
         if f"{prefix}weight" in state_dict and f"{prefix}cores.0" not in state_dict:
             raise UserError(
-                f"{where}: the checkpoint holds a dense weight, this layer cores; load it into a dense model and call "
-                "scantling.tensorize after that, with init='svd' to keep what it computes"
+                f"{where}: the checkpoint holds a dense weight, but this is a TT layer; load the checkpoint into a "
+                "dense model, then call scantling.tensorize with init='svd' to keep its weights"
             )
         if self.rank_gates is None and f"{prefix}rank_gates.0" in state_dict:
             raise UserError(
-                f"{where}: the checkpoint was saved while ranks adapted, and holds rank gates, which this layer has "
-                "not; attach a RankAdapter first, or call adapter.finish() before the model is saved"
+                f"{where}: the checkpoint was saved with a RankAdapter attached and holds rank gates, which this layer "
+                "does not have; attach a RankAdapter before loading, or call adapter.finish() before saving"
             )
-        for place, core in enumerate(self.cores):
-            given = state_dict.get(f"{prefix}cores.{place}")
+        for i, core in enumerate(self.cores):
+            given = state_dict.get(f"{prefix}cores.{i}")
             if given is not None and given.shape != core.shape:
                 raise UserError(
-                    f"{where}: core {place + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this "
-                    f"layer {tuple(core.shape)} (ranks {self.ranks}); build it with the ranks of the checkpoint"
+                    f"{where}: core {i + 1} of the checkpoint has the shape {tuple(given.shape)}, that of this layer "
+                    f"{tuple(core.shape)} (ranks {self.ranks}); build the layer with the ranks of the checkpoint"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -387,17 +392,18 @@ def merge_once(model: nn.Module, passes: int) -> Iterator[None]:
         RuntimeError: if the model is already inside such a context.
     """
     if passes < 1:
-        raise UserError(f"merge_once: passes must be at least 1; given {passes}")
+        raise UserError(f"merge_once: given passes={passes}; it must be at least 1")
     layers = [module for module in model.modules() if isinstance(module, TTLayer)]
     if any(layer._merged_once is not None for layer in layers):
-        raise RuntimeError("merge_once is in force on this model already")
+        raise RuntimeError("merge_once is already active on this model")
     for layer in layers:
         layer._merged_once, layer._passes = {}, passes
     try:
         yield
+        # One backward pass through the merging, with the gradients that all passes left in the leaves.
         pairs = [pair for layer in layers for pair in (layer._merged_once or {}).values() if pair[1].grad is not None]
         if pairs:
-            torch.autograd.backward([block for block, _ in pairs], [used.grad for _, used in pairs])
+            torch.autograd.backward([block for block, _ in pairs], [leaf.grad for _, leaf in pairs])
     finally:
         for layer in layers:
             layer._merged_once, layer._passes = None, 1
@@ -408,7 +414,7 @@ def keep_merged(model: nn.Module) -> Iterator[None]:
     """Merge the cores of a model once for all passes without gradients, such as an evaluation or generation.
 
     The cores must not change inside the context; passes with gradients merge as usual. The memory of the kept blocks
-    is a small multiple of that of the cores, see `contraction.MAX_KEPT`.
+    is a small multiple of the memory of the cores, see `contraction.MAX_KEPT`.
 
     Args:
         model: model with any number of TT layers.

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from scantling.errors import UserError
-from scantling.tensor.embedding import TTMEmbedding
+from scantling.tensor.embedding import TTMEmbedding, TTMHead
 from scantling.tensor.experts import TTExperts, is_fused_experts
 from scantling.tensor.find_layers import Candidate, is_embedding, is_linear
-from scantling.tensor.head import TTMHead
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.replace import Layer, build_layer, fill_layer, find_tt_layers, install
@@ -36,27 +35,29 @@ Entry: TypeAlias = dict[str, Any]
 
 def describe(model: nn.Module) -> dict[str, Entry]:
     """Return the entries of all TT layers, by name."""
-    found = find_tt_layers(model)
+    layers = find_tt_layers(model)
     entries: dict[str, Entry] = {}
-    for layer, names in found.items():
+    for layer, names in layers.items():
         if isinstance(layer, TTExperts):
-            entries[names[0]] = {part: [_linear(one) for one in getattr(layer, part)] for part in ("up", "down")}
+            entries[names[0]] = {part: [_linear_entry(one) for one in getattr(layer, part)] for part in ("up", "down")}
         elif isinstance(layer, TTLinear):
-            entries[names[0]] = _linear(layer)
+            entries[names[0]] = _linear_entry(layer)
         elif isinstance(layer, TTMEmbedding):
-            heads = [own for head, own in found.items() if isinstance(head, TTMHead) and head.table is layer]
+            heads = [
+                head_names for head, head_names in layers.items() if isinstance(head, TTMHead) and head.table is layer
+            ]
             entries[names[0]] = {
                 "row_modes": list(layer.row_modes),
                 "col_modes": list(layer.col_modes),
                 **_ranks_entry(layer),
                 "padding_idx": layer.padding_idx,
                 "names": names,
-                "heads": [name for own in heads for name in own],
+                "heads": [name for head_names in heads for name in head_names],
             }
     return entries
 
 
-def _linear(layer: TTLinear) -> Entry:
+def _linear_entry(layer: TTLinear) -> Entry:
     activation = {} if layer.activation is None else {"activation": layer.activation}
     return {"in_modes": list(layer.in_modes), "out_modes": list(layer.out_modes), **activation, **_ranks_entry(layer)}
 
@@ -77,6 +78,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
     Raises:
         UserError: if an entry does not fit its layer, or the model has none of the layers.
     """
+    # Find the dense modules of each entry, with those that share their weights.
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = _tied_modules(model)
     candidates = []
@@ -88,9 +90,13 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         heads = {name for name in (*entry.get("heads", []), *tied.get(names[0], [])) if name in modules} - {*names}
         candidate = Candidate(modules[names[0]], names)
         candidate.heads = [(head, [name]) for name in sorted(heads) if isinstance(head := modules[name], nn.Linear)]
-        candidates.append((candidate, _build_entry(candidate, entry)))
+        candidates.append((candidate, _build_from_entry(candidate, entry)))
     if not candidates:
-        raise UserError(f"none of the TT layers ({', '.join([*entries][:3])}) is in this {type(model).__name__}")
+        raise UserError(
+            f"this {type(model).__name__} has none of the layers {', '.join([*entries][:3])}, which the description of "
+            "TT layers names"
+        )
+    # Only shapes matter: values are loaded later.
     for candidate, layer in candidates:
         install(model, candidate, fill_layer(candidate, layer, "random"))
         for param in layer.parameters():
@@ -101,24 +107,24 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
 def _tied_modules(model: nn.Module) -> dict[str, list[str]]:
     """Return the modules that transformers will tie to each module, by name; a skeleton is not tied yet."""
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    found: dict[str, list[str]] = {}
+    tied: dict[str, list[str]] = {}
     for target, source in pairs.items():
         (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
         if name == source_name == "weight":
-            found.setdefault(source_path, []).append(path)
-    return found
+            tied.setdefault(source_path, []).append(path)
+    return tied
 
 
-def _build_entry(candidate: Candidate, entry: Entry) -> Layer:
+def _build_from_entry(candidate: Candidate, entry: Entry) -> Layer:
     kind = [is_linear(candidate.module), is_embedding(candidate.module), is_fused_experts(candidate.module)]
     if kind != ["in_modes" in entry, "row_modes" in entry, "up" in entry]:
         raise UserError(
-            f"{candidate.name} is a {type(candidate.module).__name__}, which these cores do not stand for: {entry}"
+            f"{candidate.name} is a {type(candidate.module).__name__}, which this description does not fit: {entry}"
         )
     try:
         return _build_unchecked(candidate, entry)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{candidate.name}: cores cannot be made of {entry}: {error}") from None
+        raise UserError(f"{candidate.name}: cannot build a TT layer from {entry}: {error}") from None
 
 
 def _build_unchecked(candidate: Candidate, entry: Entry) -> Layer:
@@ -134,16 +140,17 @@ def _build_unchecked(candidate: Candidate, entry: Entry) -> Layer:
     for part in ("up", "down"):
         layers = getattr(layer, part)
         if len(layers) != len(entry[part]):
-            raise UserError(f"{candidate.name} has {len(layers)} experts; there are cores for {len(entry[part])}")
-        for one, own in zip(layers, entry[part], strict=True):
-            one.in_modes, one.out_modes = tuple(own["in_modes"]), tuple(own["out_modes"])
-            _set_ranks(one, own)
+            raise UserError(f"{candidate.name} has {len(layers)} experts, its description {len(entry[part])}")
+        for expert, expert_entry in zip(layers, entry[part], strict=True):
+            expert.in_modes, expert.out_modes = tuple(expert_entry["in_modes"]), tuple(expert_entry["out_modes"])
+            _set_ranks(expert, expert_entry)
     return layer
 
 
 def _options(entry: Entry) -> Entry:
     modes = {key: tuple(value) for key, value in entry.items() if key.endswith("_modes")}
     activation = {"activation": entry["activation"]} if "activation" in entry else {}
+    # The constructor takes no rank 0; `_set_ranks` sets the actual ranks.
     return {**modes, **activation, "rank": [max(1, rank) for rank in entry["ranks"][1:-1]]}
 
 
@@ -155,9 +162,10 @@ def _set_ranks(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
         shapes = [(mode,) for mode in (*layer.in_modes, *layer.out_modes)]
     else:
         shapes = [*zip(layer.row_modes, layer.col_modes, strict=True)]
-    like = layer.cores[0]
+    core = layer.cores[0]
+    # New parameters: ranks of an entry may exceed the limits of the constructor.
     layer.cores = nn.ParameterList(
-        torch.empty(left, *shape, right, device=like.device, dtype=like.dtype)
+        torch.empty(left, *shape, right, device=core.device, dtype=core.dtype)
         for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
     )
     if "threshold" in entry:

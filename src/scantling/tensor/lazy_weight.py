@@ -50,16 +50,16 @@ class LazyWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            (whole,) = args
-            return cls(whole._build, tuple(whole.shape), whole._empty())
+            (weight,) = args
+            return cls(weight._build, tuple(weight.shape), weight._empty())
         if _is_write(func, kwargs):
             raise UserError(
-                "the weight of a TT layer is computed from them, so that nothing can be written into it; change "
-                "its `cores`, take `from_dense` to approximate a matrix, or `to_dense` for a layer with a matrix"
+                "the weight of a TT layer is computed from its cores and cannot be written; change its `cores`, use "
+                "`from_dense` to approximate a matrix, or `to_dense` to get a dense layer"
             )
         with DisableTorchFunctionSubclass():
             if func not in _METADATA:
-                args, kwargs = tree_map_only(cls, lambda one: one._build(), (args, kwargs))
+                args, kwargs = tree_map_only(cls, lambda weight: weight._build(), (args, kwargs))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import nan, prod, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
-from scantling.tensor.shared_input import Rest, SharedInputGroup
+
+if TYPE_CHECKING:
+    from scantling.tensor.shared_input import SharedInputGroup
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {"silu": (nn.functional.silu, 0.3558)}
 """Activations by name, with the mean of f(z)^2 for standard normal z."""
@@ -41,7 +44,7 @@ class TTLinear(TTLayer):
 
     Args:
         in_features, out_features: as in `nn.Linear`.
-        rank: rank of every bond between cores, or one for each; clipped to what the modes allow.
+        rank: rank of every bond between cores, or one for each; clipped to the largest that the modes allow.
         num_modes: number of input modes and of output modes if these are not given.
         in_modes, out_modes: modes of input and output; their products may exceed the dimensions.
         bias: True to add a bias.
@@ -84,7 +87,7 @@ class TTLinear(TTLayer):
         out_features = self.out_features = check_size(out_features, "out_features")
         self.shared_input: SharedInputGroup | None = None
         if activation is not None and activation not in ACTIVATIONS:
-            raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, or None; given {activation!r}")
+            raise UserError(f"given activation={activation!r}; it must be one of {', '.join(ACTIVATIONS)}, or None")
         self.activation = activation
         self.in_modes = _modes(in_features, num_modes, in_modes, "in_modes")
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
@@ -109,6 +112,7 @@ class TTLinear(TTLayer):
             generator: random generator.
         """
         norm = sqrt(self.out_features / 3.0) if norm is None else norm
+        # Boxes of the tensor that are not padding.
         valid = [
             [(part,) for part in (*rows, *cols)]
             for rows in boxes(self.in_features, self.in_modes)
@@ -119,7 +123,7 @@ class TTLinear(TTLayer):
             norm /= sqrt(ACTIVATIONS[self.activation][1])
         drawn = random_cores(shapes, self.ranks, norm, valid, len(self.in_modes), generator=generator)
         if self.activation is not None:
-            _scale_outputs_alone(drawn, len(self.in_modes))
+            _scale_outputs_only(drawn, len(self.in_modes))
         with torch.no_grad():
             for core, value in zip(self.cores, drawn, strict=True):
                 core.copy_(value)
@@ -155,9 +159,9 @@ class TTLinear(TTLayer):
             UserError: if an activation stands between the cores, so that there is no such matrix.
         """
         if self.activation is not None:
-            raise UserError(f"this layer has no dense weight: {self.activation} stands between its cores")
-        whole = dense(self.gated()).reshape(prod(self.in_modes), prod(self.out_modes))
-        return whole[: self.in_features, : self.out_features].t()
+            raise UserError(f"this layer has no dense weight: {self.activation} is between its cores")
+        padded = dense(self.gated_cores()).reshape(prod(self.in_modes), prod(self.out_modes))
+        return padded[: self.in_features, : self.out_features].t()
 
     def plan(self, num_tokens: int) -> Plan:
         """Return the contraction order for a number of tokens; print it to see the costs.
@@ -169,7 +173,7 @@ class TTLinear(TTLayer):
             num_tokens: rows of the input.
         """
         if self.formats is not None and self.formats.matmul is not None:
-            return make_plan(self.network, num_tokens, self._order_of_many_tokens)
+            return make_plan(self.network, num_tokens, self._many_token_steps)
         return best_plan(self.network, num_tokens)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -180,45 +184,46 @@ class TTLinear(TTLayer):
         """
         x = input  # `nn.Linear`'s keyword is `input`
         if x.shape[-1] != self.in_features:
-            raise UserError(f"this layer takes {self.in_features} features; given x of the shape {tuple(x.shape)}")
+            raise UserError(f"the input has the shape {tuple(x.shape)}; its last dim must be {self.in_features}")
         self.check_input(x)
-        flat = x if x.ndim == 2 else x.reshape(-1, self.in_features)
-        flat = flat if self.formats is None else self.formats.input(flat)
+        tokens = x if x.ndim == 2 else x.reshape(-1, self.in_features)  # (tokens, in_features)
+        tokens = tokens if self.formats is None else self.formats.input(tokens)
         padding = prod(self.in_modes) - self.in_features
         if padding:
-            flat = nn.functional.pad(flat, (0, padding))
-        bias: Tensor | None = self.bias
-        out_size = prod(self.out_modes)
-        if bias is not None and out_size > self.out_features:
-            bias = nn.functional.pad(bias, (0, out_size - self.out_features))
-        rest: Rest | None = None
+            tokens = nn.functional.pad(tokens, (0, padding))
         multiply = None if self.formats is None else self.formats.matmul
         # Rounded products depend on the order: one order for any number of tokens keeps tokens independent.
-        steps: Sequence[Step] = self._best_steps(flat.shape[0]) if multiply is None else self._order_of_many_tokens
+        steps: Sequence[Step] = self._best_steps(tokens.shape[0]) if multiply is None else self._many_token_steps
+        rest = None
         if self.shared_input is not None and multiply is None and not torch.compiler.is_compiling():
-            rest = self.shared_input.first_product(self, x, flat, steps)
-        state, blocks, steps = (flat, self.blocks(steps), steps) if rest is None else rest
-        if self.activation is not None:
-            count = sum(core_indices(step.tree)[0] < len(self.in_modes) for step in steps)
-            state = contract(state, blocks[:count], steps[:count], self._middle_rank, multiply=multiply or torch.matmul)
-            state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
-        if self.formats is None:
-            y = contract(state, blocks, steps, out_size, bias)
-        else:
-            y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply or torch.matmul))
-            y = y if bias is None else y + bias.to(y.dtype)
-        y = y[:, : self.out_features].contiguous()
+            rest = self.shared_input.first_product(self, x, tokens, steps)
+        state, blocks, steps = (tokens, self.blocks(steps), steps) if rest is None else rest
+        y = self._contract(state, blocks, steps)[:, : self.out_features].contiguous()
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
 
+    def _contract(self, state: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step]) -> Tensor:
+        """Contract the state with the blocks, including activation, rounding and bias: (tokens, padded outputs)."""
+        out_size = prod(self.out_modes)
+        multiply = torch.matmul if self.formats is None or self.formats.matmul is None else self.formats.matmul
+        if self.activation is not None:
+            # Blocks of input cores, then f, then blocks of output cores.
+            count = sum(core_indices(step.tree)[0] < len(self.in_modes) for step in steps)
+            middle_rank = self.ranks[len(self.in_modes)]
+            state = contract(state, blocks[:count], steps[:count], middle_rank, multiply=multiply)
+            state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
+        bias: Tensor | None = self.bias
+        if bias is not None and out_size > self.out_features:
+            bias = nn.functional.pad(bias, (0, out_size - self.out_features))
+        if self.formats is None:
+            return contract(state, blocks, steps, out_size, bias)
+        y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply))
+        return y if bias is None else y + bias.to(y.dtype)
+
     @property
-    def _order_of_many_tokens(self) -> tuple[Step, ...]:
+    def _many_token_steps(self) -> tuple[Step, ...]:
         """Best order for many tokens with one merge of the cores."""
         steps: tuple[Step, ...] = self._best_orders("once", False)[-1][1]
         return steps
-
-    @property
-    def _middle_rank(self) -> int:
-        return self.ranks[len(self.in_modes)]
 
     @classmethod
     def from_dense(
@@ -251,8 +256,8 @@ class TTLinear(TTLayer):
         """
         if not isinstance(linear, nn.Linear):
             raise UserError(
-                f"TTLinear.from_dense takes an nn.Linear, given {type(linear).__name__}; sc.tensorize takes whole "
-                "models, and other kinds of layers in them"
+                f"TTLinear.from_dense takes an nn.Linear, given {type(linear).__name__}; use sc.tensorize for models "
+                "and other kinds of layers"
             )
         weight = linear.weight.detach()
         made = cls(
@@ -268,13 +273,12 @@ class TTLinear(TTLayer):
         )
         modes = (*made.in_modes, *made.out_modes)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
-        whole = nn.functional.pad(weight.t(), padding).reshape(modes)
         made._set_closest_cores(
-            whole,
+            nn.functional.pad(weight.t(), padding).reshape(modes),
             [(mode,) for mode in modes],
-            held=rank is not None,
+            has_ranks=rank is not None,
             error=error,
-            numel=weight.numel(),
+            dense_numel=weight.numel(),
             allow_larger=allow_larger,
         )
         if linear.bias is not None:
@@ -311,14 +315,14 @@ class TTLinear(TTLayer):
         )
 
 
-def _modes(size: int, num_modes: int, modes: Sequence[int] | None, what: str) -> tuple[int, ...]:
+def _modes(size: int, num_modes: int, modes: Sequence[int] | None, name: str) -> tuple[int, ...]:
     check_num_modes(num_modes)
-    return split(size, num_modes) if modes is None else check_modes(modes, size, what)
+    return split(size, num_modes) if modes is None else check_modes(modes, size, name)
 
 
-def _scale_outputs_alone(cores: list[Tensor], num_inputs: int) -> None:
+def _scale_outputs_only(cores: list[Tensor], num_inputs: int) -> None:
     """Turn the input cores into isometries and move their scale to the output cores, so that x A is as large as x."""
     first = cores[0].flatten(0, -2)
     factor = float(first.norm()) / sqrt(min(first.shape))
-    for place, core in enumerate(cores):
-        core.mul_(1.0 / factor if place < num_inputs else factor ** (num_inputs / (len(cores) - num_inputs)))
+    for i, core in enumerate(cores):
+        core.mul_(1.0 / factor if i < num_inputs else factor ** (num_inputs / (len(cores) - num_inputs)))

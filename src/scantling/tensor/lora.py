@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from scantling.errors import UserError
-from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
+from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag, TTMHead
 from scantling.tensor.experts import TTExperts
-from scantling.tensor.head import TTMHead
 from scantling.tensor.linear import TTLinear
 
 TT_LAYERS = (TTLinear, TTMEmbedding, TTMHead, TTExperts)
-_READS_WEIGHTS = (True, False, "gaussian", "orthogonal")
+_WEIGHT_FREE_INITS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not change the weight under the adapter."""
 
 
@@ -31,8 +30,8 @@ class _TTAdapter:
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         if isinstance(_base_layer(self), TT_LAYERS):
             raise UserError(
-                "adapters cannot be merged into TT layers, which hold no matrix to add them to; call sc.densify(model) "
-                "and then merge, or keep the adapters next to the TT layers"
+                "adapters cannot be merged into TT layers, which have no dense weight; call sc.densify(model) first, "
+                "or keep the adapters next to the TT layers"
             )
         super().merge(safe_merge, adapter_names)  # type: ignore[misc]
 
@@ -64,7 +63,7 @@ def _base_layer(layer: Any) -> Any:
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
-def prepare(tuner: Any, model: nn.Module, config: Any) -> None:
+def prepare_config(tuner: Any, model: nn.Module, config: Any) -> None:
     """Prepare an adapter configuration for the TT layers of a model.
 
     Raises:
@@ -75,19 +74,20 @@ def prepare(tuner: Any, model: nn.Module, config: Any) -> None:
     }
     if not layers:
         return
+    # Resolve the targets as peft would, so that TT layers among them are known before adapters are added.
     if hasattr(config, "target_modules"):
         tuner._prepare_adapter_config(config, tuner.get_model_config(model))  # sets the architecture's default targets
     if str(getattr(config, "target_modules", None)).lower() == "all-linear":
         config.target_modules = _all_linear(model)
     targets = {name: layer for name, layer in layers.items() if _is_target(tuner, config, name)}
     if targets and type(tuner) is LoraModel:
-        _check(config, targets)
+        _check_supported(config, targets)
         config._register_custom_module({TTLinear: LoraTTLinear, TTMHead: LoraTTLinear, TTMEmbedding: LoraTTMEmbedding})
     elif targets:
         name, layer = next(iter(targets.items()))
         raise UserError(
-            f"{type(config).__name__}: {name} is a {type(layer).__name__}, and of peft's adapters TT layers take "
-            "LoraConfig alone; use that, leave TT layers out of target_modules, or call sc.densify(model) first"
+            f"{type(config).__name__}: {name} is a {type(layer).__name__}, and TT layers support only LoraConfig; use "
+            "that, leave TT layers out of target_modules, or call sc.densify(model) first"
         )
 
 
@@ -97,23 +97,23 @@ def _is_target(tuner: Any, config: Any, name: str) -> bool:
     return bool(tuner._check_target_module_exists(config, name))
 
 
-def _check(config: LoraConfig, targets: dict[str, nn.Module]) -> None:
+def _check_supported(config: LoraConfig, targets: dict[str, nn.Module]) -> None:
     for name, layer in targets.items():
         if isinstance(layer, TTExperts | TTMEmbeddingBag):
             raise UserError(
-                f"LoraConfig: {name} is a {type(layer).__name__}, which takes no adapters; leave it out of "
+                f"LoraConfig: {name} is a {type(layer).__name__}, which does not support adapters; leave it out of "
                 "target_modules, or call sc.densify(model) first"
             )
-    if config.init_lora_weights not in _READS_WEIGHTS:
+    if config.init_lora_weights not in _WEIGHT_FREE_INITS:
         raise UserError(
-            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the weight under the adapter, and TT "
-            f"layers hold no matrix to change; give one of {', '.join(map(repr, _READS_WEIGHTS))}"
+            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the weight under the adapter, but TT "
+            f"layers have no dense weight; use one of {', '.join(map(repr, _WEIGHT_FREE_INITS))}"
         )
     for option in ("use_dora", "use_qalora"):
         if getattr(config, option, False):
             raise UserError(
-                f"LoraConfig: {option}=True needs the weight as a matrix in every step, which TT layers do not hold; "
-                "leave it out, or call sc.densify(model) first"
+                f"LoraConfig: {option}=True needs the dense weight in every step, which TT layers do not have; leave "
+                "it out, or call sc.densify(model) first"
             )
 
 

@@ -45,7 +45,7 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
         ((12, 8, 8), (16, 16, 12), (14, 14, 13, 12))
     """
     if size < 1:
-        raise UserError(f"a dimension to split into modes must be at least 1; given {size}")
+        raise UserError(f"given a dimension of {size}; it must be at least 1 to be split into modes")
     check_num_modes(num_modes)
     ideal = num_modes * size ** (1.0 / num_modes)
 
@@ -58,9 +58,9 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
 
 def check_num_modes(num_modes: Any) -> None:
     """Raise a UserError if this is not a valid number of modes."""
-    found = positive_ints([num_modes])
-    if found is None or found[0] > MAX_MODES:
-        raise UserError(f"num_modes must be from 1 to {MAX_MODES}; given {num_modes!r}")
+    checked = positive_ints([num_modes])
+    if checked is None or checked[0] > MAX_MODES:
+        raise UserError(f"given num_modes={num_modes!r}; it must be from 1 to {MAX_MODES}")
 
 
 def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, ...]]:
@@ -70,6 +70,7 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
             yield (size,)
         return
     root = size ** (1.0 / num_modes)
+    # The largest mode is at least the root; more than twice the root is never the best.
     for mode in range(max(1, int(root)), min(largest, int(2 * root) + 1) + 1):
         for rest in _candidates(-(-size // mode), num_modes - 1, mode):
             yield (mode, *rest)
@@ -78,41 +79,43 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
 def positive_ints(values: Any) -> tuple[int, ...] | None:
     """Return positive integers, NumPy's included, as a tuple; None for anything else, such as True."""
     try:
-        found = tuple(values)
-        numbers = tuple(index(value) for value in found)
+        given = tuple(values)
+        integers = tuple(index(value) for value in given)
     except TypeError:
         return None
-    return None if any(isinstance(value, bool) or value < 1 for value in found) else numbers
+    return None if any(isinstance(value, bool) or value < 1 for value in given) else integers
 
 
-def check_size(value: Any, what: str) -> int:
+def check_size(value: Any, name: str) -> int:
     """Return a size given by the user as an int.
 
     Raises:
         UserError: unless it is a positive integer.
     """
-    found = positive_ints([value])
-    if found is None:
-        raise UserError(f"{what} must be a positive integer; given {value!r}")
-    return found[0]
+    checked = positive_ints([value])
+    if checked is None:
+        raise UserError(f"given {name}={value!r}; it must be a positive integer")
+    return checked[0]
 
 
-def check_modes(modes: Sequence[int], size: int, what: str) -> tuple[int, ...]:
+def check_modes(modes: Sequence[int], size: int, name: str) -> tuple[int, ...]:
     """Return modes given by the user as a tuple.
 
     Args:
         modes: as given.
         size: size of the dimension that they split.
-        what: name of the argument, for the message.
+        name: name of the argument, for the message.
 
     Raises:
         UserError: unless they are 1 to 5 positive integers whose product is at least `size`.
     """
     given = positive_ints(modes)
     if given is None or not 1 <= len(given) <= MAX_MODES:
-        raise UserError(f"{what} must be 1 to {MAX_MODES} positive integers; given {modes!r}")
+        raise UserError(f"given {name}={modes!r}; they must be 1 to {MAX_MODES} positive integers")
     if prod(given) < size:
-        raise UserError(f"{what}={given} hold {prod(given)} indices, fewer than the {size} of the dimension")
+        raise UserError(
+            f"given {name}={given}, whose product is {prod(given)}; it must be at least the dimension, {size}"
+        )
     return given
 
 
@@ -124,20 +127,20 @@ def boxes(size: int, modes: Sequence[int]) -> list[tuple[slice, ...]]:
     """
     if size >= prod(modes):
         return [tuple(slice(0, mode) for mode in modes)]
-    own = digits(size, modes)
-    found = []
-    for place, digit in enumerate(own):
+    size_digits = digits(size, modes)
+    disjoint = []
+    for i, digit in enumerate(size_digits):
         if digit:
-            fixed = tuple(slice(before, before + 1) for before in own[:place])
-            free = tuple(slice(0, mode) for mode in modes[place + 1 :])
-            found.append((*fixed, slice(0, digit), *free))
-    return found
+            fixed = tuple(slice(before, before + 1) for before in size_digits[:i])
+            free = tuple(slice(0, mode) for mode in modes[i + 1 :])
+            disjoint.append((*fixed, slice(0, digit), *free))
+    return disjoint
 
 
 def digits(index: int, modes: Sequence[int]) -> tuple[int, ...]:
     """Return the digits of an index; the first mode is the most significant."""
-    digits = []
+    reverse = []
     for mode in reversed(modes):
         index, digit = divmod(index, mode)
-        digits.append(digit)
-    return tuple(reversed(digits))
+        reverse.append(digit)
+    return tuple(reversed(reverse))

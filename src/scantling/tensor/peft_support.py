@@ -28,9 +28,9 @@ def support_peft() -> None:
 
 def _register() -> None:
     """Patch peft to prepare TT layers before it adds adapters; `lora` is imported only then."""
-    found = importlib.metadata.version("peft")
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        logger.info("peft %s is too old to put adapters on TT layers; upgrade it", found)
+    version = importlib.metadata.version("peft")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        logger.info("peft %s is too old to put adapters on TT layers; upgrade it to 0.21 or newer", version)
         return
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -38,16 +38,16 @@ def _register() -> None:
 
     @functools.wraps(init)
     def init_with_tt(self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        from scantling.tensor.lora import prepare
+        from scantling.tensor.lora import prepare_config
 
-        prepare(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
+        prepare_config(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
         init(self, model, peft_config, adapter_name, *args, **kwargs)
 
     @functools.wraps(inject)
     def inject_with_tt(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        from scantling.tensor.lora import prepare
+        from scantling.tensor.lora import prepare_config
 
-        prepare(self, model, self.peft_config[adapter_name])
+        prepare_config(self, model, self.peft_config[adapter_name])
         inject(self, model, adapter_name, *args, **kwargs)
 
     BaseTuner.__init__, BaseTuner.inject_adapter = init_with_tt, inject_with_tt
@@ -64,16 +64,17 @@ class _PeftImportHook(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "peft":
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next((found for each in others if (found := each.find_spec(fullname, path, target))), None)
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            exec_module = spec.loader.exec_module
 
-            def run_and_register(module: ModuleType) -> None:
-                run(module)
+            def exec_and_register(module: ModuleType) -> None:
+                exec_module(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 _register()
 
-            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]
         return spec

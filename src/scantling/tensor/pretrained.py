@@ -39,14 +39,12 @@ from scantling.saved_models import (
     read_model_config,
     without_byte_order_marks,
 )
-from scantling.tensor.convert import densify
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMHead
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.layout import Entry, describe, rebuild
-from scantling.tensor.replace import find_tt_layers
+from scantling.tensor.replace import find_tt_layers, record_tied_names, rename_tied_names, restore_dense_layers
 from scantling.tensor.resize import support_resizing
 from scantling.tensor.slicing import freeze_if_empty
-from scantling.tensor.tied_weights import record_tied_names, rename_tied_names
 
 METHOD = "scantling"
 FORMAT = 1
@@ -66,7 +64,7 @@ class TTConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(self, layers: dict[str, Entry] | None = None, guard: str = "", format: int = FORMAT, **_: Any) -> None:
         if format > FORMAT:
-            raise UserError(f"saved by a newer scantling, in format {format}; known here is {FORMAT}: upgrade")
+            raise UserError(f"given format {format} of a newer scantling; this version reads {FORMAT}: upgrade it")
         self.quant_method = METHOD
         self.layers, self.guard, self.format = layers or {}, guard, format
 
@@ -82,7 +80,7 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
         if not self.pre_quantized:
-            raise UserError("cores are not made while a model is loaded; load it, and then call scantling.tensorize")
+            raise UserError("a model cannot be tensorized while it is loaded; load it, then call scantling.tensorize")
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True
@@ -95,15 +93,17 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**model.state_dict(), guard: torch.zeros(1, dtype=model.dtype)}, {}
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        noted = record_tied_names(model)
-        here, config = _local_names(model), self.quantization_config
-        rebuild(model, _renamed(config.layers, here))
-        rename_tied_names(noted)
+        tied_names = record_tied_names(model)
+        local_name, config = _local_names(model), self.quantization_config
+        rebuild(model, _rename_entries(config.layers, local_name))
+        rename_tied_names(tied_names)
         if any(layer.rank_gates is not None for layer in model.modules() if isinstance(layer, TTLayer)):
+            # Rank gates stay in fp32, whatever dtype the model is loaded in.
             model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "rank_gates"}
+        # Loading must not report the guard as an unexpected tensor.
         path, name = config.guard.rpartition(".")[::2]
         known = set(model._keys_to_ignore_on_load_unexpected or ())
-        guards = {f"^{re.escape(f'{each}.{name}')}$" for each in (path, here(path))}
+        guards = {f"^{re.escape(f'{module}.{name}')}$" for module in (path, local_name(path))}
         model._keys_to_ignore_on_load_unexpected = known | guards
         return model
 
@@ -115,7 +115,7 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
                     continue
                 if not isinstance(layer, TTMHead):
                     if parameter.is_meta:
-                        raise UserError(f"{names[0]} is a TT layer, which cannot be offloaded to disk by device_map")
+                        raise UserError(f"{names[0]} is a TT layer, which device_map cannot offload to disk")
                     raise UserError(f"the checkpoint holds no values for {names[0]}.{name}")
                 nn.init.zeros_(parameter)  # a new head on a base model
         model.is_quantized = False  # weights are not quantized: .half() etc. must work
@@ -123,7 +123,9 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _dequantize(self, model: Any, **_: Any) -> Any:
-        return densify(model)
+        restore_dense_layers(model)
+        detach(model)
+        return model
 
 
 def attach(model: nn.Module) -> None:
@@ -158,40 +160,35 @@ def load(
 
     Raises:
         UserError: if the folder does not exist, the class is unknown, weights are missing, or tensors of a TT model
-            have no place in it.
+            do not belong to it.
     """
     import transformers
 
     folder = Path(folder)
     if not (folder / CONFIG).exists() and not (folder / CONFIG).is_symlink():
-        raise UserError(f"cannot load {folder}: there is no {folder / CONFIG}; give a folder of save_pretrained")
+        raise UserError(f"cannot load {folder}: it has no {CONFIG}; give a folder that save_pretrained wrote")
     content = read_model_config(folder / CONFIG)
     name = next(iter(content.get("architectures") or ()), None)
     with blame(folder / CONFIG):
-        made_by = _find_model_class(name, content)
-        if made_by is None:
+        model_class = _find_model_class(name, content)
+        if model_class is None:
             raise UserError(f"transformers {transformers.__version__} has no model class {name!r}")
+    # Read only the headers of the files here.
     if state is None:
         weights = check_weights(folder)
     else:
         elements = sum(tensor.numel() for tensor in state.values())
         weights = Weights("quantized.safetensors, unpacked with quantized.json,", len(state), elements)
+    files = weights.files if weights is not None else "the weights"
     options = {"dtype": "auto" if dtype is None else dtype, "device_map": device_map, "local_files_only": True}
     with without_byte_order_marks(folder) as readable:
-        with blame(folder / CONFIG):
-            config = made_by.config_class.from_pretrained(readable, local_files_only=True)
-            if not isinstance(config.dtype, torch.dtype | dict | None):
-                raise UserError(f"dtype is the name of one; given {config.dtype!r}")
-            if weights is not None:
-                check_layer_counts(content, weights)
-                check_model_size(_meta_model(made_by, config), weights)
+        config = _load_config(folder, readable, model_class, content, weights)
         generation = None
         if (folder / GENERATION).is_file():
             with blame(folder / GENERATION):
                 generation = transformers.GenerationConfig.from_pretrained(readable, local_files_only=True)
-        files = weights.files if weights is not None else "the weights"
         with blame(f"{folder}, whose {CONFIG} and {files} do not fit each other"):
-            model, report = made_by.from_pretrained(
+            model, report = model_class.from_pretrained(
                 None if state is not None else readable,
                 config=config,
                 state_dict=state,
@@ -202,10 +199,44 @@ def load(
     model.name_or_path = model.config.name_or_path = str(folder)
     if generation is not None and model.can_generate():
         model.generation_config = generation
-    source = f"{folder}: {files}"
+    _check_report(model, report, f"{folder}: {files}", name)
+    return model
+
+
+def _load_config(
+    folder: Path, readable: Path, model_class: Any, content: dict[str, Any], weights: Weights | None
+) -> Any:
+    """Return the model's configuration, checked against the files of its weights before memory is allocated.
+
+    Args:
+        folder: folder that the user gave, for messages.
+        readable: the same folder, in a form that transformers reads.
+        model_class: class of the model.
+        content: content of the configuration file.
+        weights: description of the files; None if unknown.
+    """
+    with blame(folder / CONFIG):
+        config = model_class.config_class.from_pretrained(readable, local_files_only=True)
+        if not isinstance(config.dtype, torch.dtype | dict | None):
+            raise UserError(f"given dtype={config.dtype!r}; it must be the name of a dtype")
+        if weights is not None:
+            check_layer_counts(content, weights)
+            check_model_size(_meta_model(model_class, config), weights)
+    return config
+
+
+def _check_report(model: Any, report: dict[str, Any], source: str, class_name: str | None) -> None:
+    """Raise if the weights that transformers has loaded do not fit the model.
+
+    Args:
+        model: loaded model.
+        report: loading information of transformers.
+        source: folder and files, for messages.
+        class_name: class of the model, for messages.
+    """
     if report["mismatched_keys"]:
-        tensor, saved, wanted = min(report["mismatched_keys"])
-        raise UserError(f"{source} holds {tensor} of shape {list(saved)}, {CONFIG} describes {list(wanted)}")
+        tensor, saved, expected = min(report["mismatched_keys"])
+        raise UserError(f"{source} holds {tensor} of shape {list(saved)}, {CONFIG} describes {list(expected)}")
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(
@@ -219,18 +250,17 @@ def load(
     if report["unexpected_keys"] and find_tt_layers(model):
         unknown = sorted(report["unexpected_keys"])
         raise UserError(
-            f"{source} holds {len(unknown)} tensors without a place in its {name} of {CONFIG}, such as "
-            f"{', '.join(unknown[:3])}; a tied head comes untied where sc.tensorize was given the base of the model "
-            "alone: give it the whole model"
+            f"{source} holds {len(unknown)} tensors that the {class_name} of {CONFIG} does not have, such as "
+            f"{', '.join(unknown[:3])}; if sc.tensorize was given only the base model, a tied head was saved as an "
+            "untied one: give it the whole model"
         )
-    return model
 
 
 def _is_beyond_end(model: nn.Module, name: str) -> bool:
     """True if a tensor belongs to a layer after the last one of a list in the model."""
     parts = name.split(".")
     modules = dict(model.named_modules(remove_duplicate=False))
-    lists = ((modules.get(".".join(parts[:place])), part) for place, part in enumerate(parts) if part.isdecimal())
+    lists = ((modules.get(".".join(parts[:i])), part) for i, part in enumerate(parts) if part.isdecimal())
     return any(isinstance(module, nn.ModuleList) and int(part) >= len(module) for module, part in lists)
 
 
@@ -238,23 +268,23 @@ def _find_model_class(name: str | None, config: dict[str, Any]) -> Any:
     """Return the class of a saved model: of transformers, or registered with `AutoModel`. None if unknown."""
     import transformers
 
-    found: Any = getattr(transformers, str(name), None)
-    known: list[Any] = [found] if isinstance(found, type) else []
-    known += [each for each in _registered_class(config) if each.__name__ == name]
-    return next((each for each in known if issubclass(each, PreTrainedModel) and each.config_class), None)
+    exported: Any = getattr(transformers, str(name), None)
+    classes: list[Any] = [exported] if isinstance(exported, type) else []
+    classes += [each for each in _registered_classes(config) if each.__name__ == name]
+    return next((each for each in classes if issubclass(each, PreTrainedModel) and each.config_class), None)
 
 
-def _meta_model(made_by: Any, config: Any) -> Any:
+def _meta_model(model_class: Any, config: Any) -> Any:
     """Return the model of a configuration on the meta device, including its TT layers."""
     with torch.device("meta"):
-        model = made_by(copy.deepcopy(config))
+        model = model_class(copy.deepcopy(config))
     cores = getattr(config, "quantization_config", None)
     if isinstance(cores, dict) and cores.get("quant_method") == METHOD:
         TTQuantizer(TTConfig(**cores))._process_model_before_weight_loading(model)
     return model
 
 
-def _registered_class(config: dict[str, Any]) -> list[Any]:
+def _registered_classes(config: dict[str, Any]) -> list[Any]:
     """Return the class that `AutoModel` uses for such a configuration, as a list of at most one."""
     kind = config.get("model_type")
     try:
@@ -282,15 +312,15 @@ def _local_names(model: Any) -> Callable[[str], str]:
     prefix = f"{model.base_model_prefix}."
     own = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
-    def here(name: str) -> str:
+    def local_name(name: str) -> str:
         return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in own), name)
 
-    return here
+    return local_name
 
 
-def _renamed(layers: dict[str, Entry], here: Callable[[str], str]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _rename_entries(layers: dict[str, Entry], local_name: Callable[[str], str]) -> dict[str, Entry]:
+    renamed: dict[str, Entry] = {}
     for name, entry in layers.items():
-        shared: Entry = {key: [here(each) for each in entry[key]] for key in ("names", "heads") if key in entry}
-        found[here(name)] = {**entry, **shared}
-    return found
+        names: Entry = {key: [local_name(each) for each in entry[key]] for key in ("names", "heads") if key in entry}
+        renamed[local_name(name)] = {**entry, **names}
+    return renamed

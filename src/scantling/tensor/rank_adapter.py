@@ -24,7 +24,7 @@ from scantling.tensor.options import RankOptions
 from scantling.tensor.rank_budget import CoreBytes, RankBudget
 from scantling.tensor.schedules import SCHEDULES
 from scantling.tensor.slicing import StateHolder, slice_parameter
-from scantling.tensor.steps import call_after_steps, tensor_version
+from scantling.tensor.step_detector import StepDetector, call_after_steps
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _STATE_OPTIONS = ("unit", "schedule", "size_target", "steps", "begin")
 """Options that must be equal in a state and the adapter that loads it."""
 
 
-def adapter_of(layer: TTLayer) -> RankAdapter | None:
+def find_adapter(layer: TTLayer) -> RankAdapter | None:
     """Return the adapter that is attached to a layer, or None."""
     owner = _OWNERS.get(layer, lambda: None)()
     return owner if layer.rank_gates is not None and owner is not None and owner.is_attached else None
@@ -78,28 +78,24 @@ class RankAdapter:
     def __init__(
         self, model: nn.Module, *, size_target: float = 0.2, core_bytes: CoreBytes | None = None, **options: Any
     ) -> None:
-        self.options = RankOptions.of(size_target=size_target, **options)
+        self.options = RankOptions.from_values(size_target=size_target, **options)
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TTLayer)}
         layers = {name: layer for name, layer in layers.items() if len(layer.cores) > 1}  # a single core has no bond
         self.layers = {name: layer for name, layer in layers.items() if layer.is_trainable}
         if not self.layers:
-            what = "TT layer that is trained" if layers else "TT layer whose ranks could adapt"
+            what = "trainable TT layer" if layers else "TT layer with more than one core"
             raise UserError(f"{type(model).__name__} has no {what}; call sc.tensorize first")
         if not any(all(layer.ranks) for layer in self.layers.values()):
-            raise UserError(f"the TT layers in {type(model).__name__} have no rank left, so that none can adapt")
+            raise UserError(f"all ranks of the TT layers in {type(model).__name__} were removed; none can adapt")
         for name, layer in self.layers.items():
-            if adapter_of(layer) is not None:
-                raise UserError(f"'{name}' has rank gates already: another RankAdapter is attached to this model")
+            if find_adapter(layer) is not None:
+                raise UserError(
+                    f"another RankAdapter is attached to '{name}'; call its finish() or detach() before this one"
+                )
         self.step = 0
-        self._dense_numbers = sum(layer.weight.numel() for layer in self.layers.values())
-        self._seen: tuple[int, ...] | None = None
-        self._is_fresh = False
-        self._stepped: set[int] = set()  # ids of gates stepped in the uncounted step
-        self._awaits_cores = False
-        self._passed_by = 0
-        self._knows_decay = False
-        self._has_core_optimizer = False
-        new = [layer for layer in self.layers.values() if layer.rank_gates is None]
+        self._dense_numel = sum(layer.weight.numel() for layer in self.layers.values())
+        # If anything below fails, layers without gates must have none again.
+        ungated = [layer for layer in self.layers.values() if layer.rank_gates is None]
         uses = count_uses(model, self.options.tokens) if self.options.unit == "flops" else {}
         try:
             for layer in self.layers.values():
@@ -108,26 +104,28 @@ class RankAdapter:
             self._schedule = SCHEDULES[self.options.schedule](self.options, self._budget).to(self._budget.device)
             self._check_target()
         except BaseException:
-            for layer in new:
+            for layer in ungated:
                 layer.rank_gates = None
             raise
         _OWNERS.update({layer: weakref.ref(self) for layer in self.layers.values()})
         self._last_size = self._schedule.initial
-        call_after_steps(self, RankAdapter._gates_stepped, lambda adapter: adapter._budget.rank_gates)
-        call_after_steps(self, RankAdapter._cores_stepped, lambda adapter: adapter._budget.cores())
+        self._detector = StepDetector(self._budget, self._schedule.importance)
+        call_after_steps(self, RankAdapter._after_gate_optimizer, lambda adapter: adapter._budget.rank_gates)
+        call_after_steps(self, RankAdapter._after_core_optimizer, lambda adapter: adapter._budget.cores())
 
     def _check_target(self) -> None:
-        initial, target, least = self._schedule.initial, self._schedule.target, self._budget.min_size()
+        """Raise if the target is below the size with one rank on every bond; warn if it is above the initial size."""
+        initial, target, minimum = self._schedule.initial, self._schedule.target, self._budget.min_size()
         if target > initial:
-            logger.warning("RankAdapter: the target of %g is above the size at the start, %g", target, initial)
-        if target < least:
+            logger.warning("RankAdapter: the target of %g is above the initial size, %g", target, initial)
+        if target < minimum:
             options = self.options
-            numbers: dict[str, int] = {name: sum(layer.sizes) for name, layer in self.layers.items()}
-            largest = max(numbers, key=numbers.__getitem__)
+            sizes: dict[str, int] = {name: sum(layer.sizes) for name, layer in self.layers.items()}
+            largest = max(sizes, key=sizes.__getitem__)
             raise UserError(
-                f"size_target={options.size_target} is {target:,.0f} {options.unit}, but one rank on every bond "
-                f"of {len(self.layers)} layers takes {least:,.0f} already; {least / initial:.4f} is the least, "
-                f"and '{largest}' has most of it"
+                f"given size_target={options.size_target}, which is {target:,.0f} {options.unit}; the minimum is "
+                f"{minimum / initial:.4f}, since one rank on every bond of {len(self.layers)} layers takes "
+                f"{minimum:,.0f}, most of it in '{largest}'"
             )
 
     def loss(self, task_loss: Tensor, share: float = 1.0) -> Tensor:
@@ -156,7 +154,7 @@ class RankAdapter:
         self._follow()
         if not self.is_attached:
             return task_loss
-        self._is_fresh = self._awaits_cores = True
+        self._detector.arm()
         return self._schedule.objective(task_loss, share)
 
     def observe(self) -> None:
@@ -165,21 +163,10 @@ class RankAdapter:
         Steps of PyTorch optimizers are counted when they happen. Call this for steps without such an event: replayed
         by a CUDA graph, or taken parameter by parameter within the backward pass. `loss` calls it, too.
         """
-        if self._has_uncounted_step():
-            self._count()
+        if self._detector.has_uncounted_step:
+            self._count_step()
         else:
-            self._begin()
-
-    def _has_uncounted_step(self) -> bool:
-        """True if rank gates have changed since the last objective, by a step that `_count` has not seen."""
-        return self._is_fresh and (bool(self._stepped) or (self._seen is not None and self._versions() != self._seen))
-
-    def _begin(self) -> None:
-        """Forget all observations before the next step."""
-        self._seen = self._versions()
-        self._stepped.clear()
-        if self._schedule.importance is not None:
-            self._schedule.importance.forget()
+            self._detector.begin()
 
     def see_gradient(self, parameter: Tensor) -> None:
         """Read a gradient that is freed before the step is complete; no effect for parameters that are not rank gates.
@@ -188,80 +175,28 @@ class RankAdapter:
         chosen by their contribution to the weights.
         """
         if self._schedule.importance is not None:
-            self._schedule.importance.keep(parameter)
+            self._schedule.importance.record_gradient(parameter)
 
     def begin_step(self) -> None:
         """Declare that changes so far were no step, and that the next change is one, even if the loss is not called."""
-        self._begin()
-        self._is_fresh = True
+        self._detector.begin_step()
 
-    def _gates_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step after an optimizer has stepped rank gates, once all gates that train are stepped.
+    def _after_gate_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._detector.observe_gate_optimizer(optimizer):
+            self._count_step()
 
-        If each parameter has a separate optimizer, other gates are stepped later. Gates that are never stepped,
-        because their layers were not used, delay the count only until `observe`. An optimizer that wraps others fires
-        this hook again after them, when the step is already counted: that is not a second step, and its gradients do
-        not belong to the next one.
-        """
-        self._passed_by = 0
-        if not self._knows_decay:
-            self._knows_decay = True
-            self._look_for_decay(optimizer)
-        if not self._is_fresh:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(group.get("fused") for group in optimizer.param_groups) and getattr(optimizer, "found_inf", False):
-            return  # GradScaler.step: a fused optimizer skips the step itself
-        held = set(map(id, params))
-        is_first, self._stepped = not self._stepped, self._stepped | held
-        is_last = all(id(gate) in self._stepped for gate in self._budget.rank_gates if gate.requires_grad)
-        if self._schedule.importance is not None and not (is_first and is_last):
-            for param in params:
-                self._schedule.importance.keep(param)
-        if is_last:
-            self._count()
+    def _after_core_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._detector.observe_core_optimizer(optimizer)
 
-    def _look_for_decay(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if an optimizer decays the rank gates, which puts a price on ranks in addition to the schedule."""
-        rank_gates = set(map(id, self._budget.rank_gates))
-        for group in optimizer.param_groups:
-            if group.get("weight_decay") and any(id(param) in rank_gates for param in group["params"]):
-                logger.warning(
-                    "RankAdapter: the optimizer decays the rank gates (weight_decay=%g), which draws all of them to "
-                    "0 alike; sc.param_groups(model, weight_decay=...) leaves them out",
-                    group["weight_decay"],
-                )
-                return
-
-    def _cores_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn after an optimizer's second step of cores without a step of rank gates."""
-        rank_gates = set(map(id, self._budget.rank_gates))
-        if any(id(param) in rank_gates for group in optimizer.param_groups for param in group["params"]):
-            return
-        self._has_core_optimizer = True
-        if not self._awaits_cores:
-            return  # nested optimizers, or several that share the step
-        self._awaits_cores = False
-        self._passed_by += 1
-        if self._passed_by == 2 and self._budget.rank_gates:
-            logger.warning(
-                "RankAdapter: the optimizer steps the cores and not their rank gates, so that no rank will change; "
-                "attach the adapter before the optimizer is built"
-            )
-
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         """Count a step and let the schedule act on it."""
-        self._is_fresh, self._passed_by = False, 0
+        self._follow()
+        self._detector.mark_counted()
         if not self._budget.rank_gates:
             return
-        self._follow()
-        if self._schedule.importance is not None and self._stepped:
-            for gate in self._budget.rank_gates:
-                if id(gate) not in self._stepped:
-                    self._schedule.importance.exclude(gate)
         self.step += 1
         self._schedule.after_step(self.step)
-        self._begin()
+        self._detector.begin()
 
     def _follow(self) -> None:
         """Refresh if the model has moved to another device."""
@@ -272,9 +207,6 @@ class RankAdapter:
         """Refresh after shapes or device have changed."""
         self._budget.refresh()
         self._schedule.refresh()
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(tensor_version(gate) for gate in self._budget.rank_gates)
 
     @torch.no_grad()
     def truncate(
@@ -298,18 +230,19 @@ class RankAdapter:
             UserError: if no optimizer steps the rank gates, the optimizer that steps the cores is missing, an
                 optimizer is LBFGS, or a rank gate is not finite; nothing has been removed then.
         """
+        # Check everything before the first slice.
         self._check_optimizers([each for each in (optimizer, *holders) if isinstance(each, torch.optim.Optimizer)])
         self._budget.check_finite()
         self.observe()
         before = sum(map(len, self._budget.rank_gates))
-        known = [] if self._schedule.importance is None else [self._schedule.importance]
+        importance = [] if self._schedule.importance is None else [self._schedule.importance]
         for layer in self.layers.values():
             for param, dim, index in layer.rank_slices([active.nonzero().flatten() for active in layer.active_ranks()]):
-                slice_parameter(param, dim, index, optimizer, *holders, *known)
+                slice_parameter(param, dim, index, optimizer, *holders, *importance)
         removed = before - sum(map(len, self._budget.rank_gates))
         if removed:
             self._refresh()
-        self._seen = self._versions()
+        self._detector.sync_versions()
         return removed
 
     def detach(self) -> None:
@@ -334,7 +267,8 @@ class RankAdapter:
         """
         self._follow()
         self.observe()
-        if self.is_attached and self._schedule.holds:
+        # Training may end before the last step of the schedule.
+        if self.is_attached and self._schedule.holds_target:
             self.step = max(self.step, self.options.steps)
             self._schedule.bring_to_target()
         self.truncate(optimizer, *holders)
@@ -357,9 +291,9 @@ class RankAdapter:
 
     def num_parameters(self) -> int:
         """Return the number of parameters in the cores at the active ranks, that is after `truncate`."""
-        return self._numel(self.ranks())
+        return self._count_parameters(self.ranks())
 
-    def _numel(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
+    def _count_parameters(self, ranks: Mapping[str, tuple[int, ...]]) -> int:
         return sum(num_parameters(self.layers[name].sizes, own) for name, own in ranks.items())
 
     def size(self) -> float:
@@ -385,11 +319,11 @@ class RankAdapter:
         """Return metrics for logging; `tensor_compression` is relative to the dense layers, without biases."""
         ranks = self.ranks()
         inner = [rank for layer in ranks.values() for rank in layer[1:-1]]
-        numbers = self._numel(ranks)
+        num_parameters = self._count_parameters(ranks)
         return {
-            "tensor_parameters": numbers,
+            "tensor_parameters": num_parameters,
             "tensor_size": self.size() / self._schedule.initial,
-            "tensor_compression": self._dense_numbers / numbers if numbers else inf,
+            "tensor_compression": self._dense_numel / num_parameters if num_parameters else inf,
             "mean_rank": sum(inner) / len(inner),
             "rank_price": self._schedule.current_price,
         }
@@ -401,10 +335,10 @@ class RankAdapter:
         saved with its known gradients.
         """
         importance = self._schedule.importance
-        kept = {} if importance is None else importance.pending_values()
+        pending = {} if importance is None else importance.pending_values()
         return {
             "step": self.step,
-            "uncounted": kept if self._has_uncounted_step() else None,
+            "uncounted": pending if self._detector.has_uncounted_step else None,
             **{name: getattr(self.options, name) for name in _STATE_OPTIONS},
             "values": self._schedule.values(),
             "ranks": {name: list(layer.ranks) for name, layer in self.layers.items()},
@@ -419,62 +353,61 @@ class RankAdapter:
         """
         missing = sorted({*self.state_dict()} - {*state})
         if missing:
-            raise UserError(f"this is no state of a RankAdapter, or one of another version: it lacks '{missing[0]}'")
+            raise UserError(f"the state has no '{missing[0]}'; it is not the state of a RankAdapter of this version")
         if not self.is_attached:
-            raise UserError(
-                "this RankAdapter is detached from its model: the rank gates are in the cores, none can go on"
-            )
+            raise UserError("this RankAdapter is detached from its model and cannot load a state; attach a new one")
         if state["ranks"].keys() != self.layers.keys():
             other = sorted(state["ranks"].keys() ^ self.layers.keys())
-            raise UserError(f"the state of the RankAdapter is one of other layers; '{other[0]}' is in one alone")
+            raise UserError(f"the state and the model have different layers; only one of them has '{other[0]}'")
         ranks = sum(rank for layer in state["ranks"].values() for rank in layer[1:-1])
         self._schedule.check_values(state["values"], ranks)
         for name in _STATE_OPTIONS:
             given, own = state[name], getattr(self.options, name)
             if given != own:
-                raise UserError(f"the state of the RankAdapter has {name}={given!r}, this one {name}={own!r}")
+                raise UserError(f"the state has {name}={given!r}, this RankAdapter {name}={own!r}; they must be equal")
         for name, layer in self.layers.items():  # check all before changing any
             wanted = state["ranks"][name]
             if len(wanted) != len(layer.ranks) or any(new > old for new, old in zip(wanted, layer.ranks, strict=True)):
                 raise UserError(
-                    f"'{name}' has the ranks {layer.ranks}; those of the state, {wanted}, do not come of them"
+                    f"the state has the ranks {wanted} for '{name}'; they must not exceed the layer's, {layer.ranks}"
                 )
         self._follow()
         for name, layer in self.layers.items():
-            wanted = state["ranks"][name]
-            for param, dim, index in layer.rank_slices(
-                [torch.arange(rank, device=self.device) for rank in wanted[1:-1]]
-            ):
+            # Only shapes matter here: the model's state is loaded next.
+            kept = [torch.arange(rank, device=self.device) for rank in state["ranks"][name][1:-1]]
+            for param, dim, index in layer.rank_slices(kept):
                 slice_parameter(param, dim, index, None)
         self.step = state["step"]
-        self._refresh()
+        self._refresh()  # values below have the restored shapes
         self._schedule.load_values(state["values"])
-        self._stepped.clear()
-        self._seen, self._is_fresh = None, state["uncounted"] is not None
-        if self._is_fresh:
-            self._seen = ()  # differs from all versions, so the step is counted
-            if self._schedule.importance is not None:
-                self._schedule.importance.load_pending_values(state["uncounted"])
+        self._detector.restore(state["uncounted"] is not None)
+        if state["uncounted"] is not None and self._schedule.importance is not None:
+            self._schedule.importance.load_pending_values(state["uncounted"])
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise unless the given optimizers step all rank gates and cores, and keep state that can be sliced."""
         if not optimizers or not self._budget.rank_gates:
             return
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UserError(
-                "LBFGS keeps one history for all parameters, from which no rank can be cut; take an optimizer that "
-                "keeps its state by parameter"
+                "LBFGS keeps one history for all parameters, which cannot be sliced; use an optimizer that keeps its "
+                "state by parameter"
             )
-        held = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+        stepped = {
+            id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+        }
         missing = [
             name
             for name, layer in self.layers.items()
-            for each in layer.rank_gates or ()
-            if each.requires_grad and id(each) not in held
+            for gate in layer.rank_gates or ()
+            if gate.requires_grad and id(gate) not in stepped
         ]
         if missing:
             raise UserError(
-                f"the optimizer does not step the rank gates of '{missing[0]}'; attach the RankAdapter before the "
-                "optimizer is built, and give every optimizer that steps cores or rank gates"
+                f"the optimizer does not step the rank gates of '{missing[0]}'; build the optimizer after the "
+                "RankAdapter is attached, and pass every optimizer that steps cores or rank gates"
             )
-        if self._has_core_optimizer and held.isdisjoint(map(id, self._budget.cores())):
-            raise UserError("another optimizer steps the cores; give every optimizer that steps cores or rank gates")
+        if self._detector.has_core_optimizer and stepped.isdisjoint(map(id, self._budget.cores())):
+            raise UserError(
+                "another optimizer steps the cores; pass every optimizer that steps cores or rank gates to truncate"
+            )

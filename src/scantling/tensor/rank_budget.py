@@ -1,4 +1,4 @@
-"""Inner bonds of many TT layers as one vector: which ranks are active, how large the layers are with these, and which
+"""Rank gates of many TT layers as one vector: which ranks are active, how large the layers are with these, and which
 ranks to keep for a given size.
 
 Scores decide which ranks to keep: the importance of a rank for the loss (`importance.py`) or, without gradients, its
@@ -29,14 +29,10 @@ CoreBytes: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Role, MatrixDims]
 
 _MARGIN = 5.0
 """Size of a rank gate, in thresholds, after its rank is pruned or activated, so that it does not flip straight back."""
-_MAX_ORDERS = 8
-"""Contraction orders to try before giving up on bringing FLOPs to a size."""
-_MAX_BISECTIONS = 20
-"""Bisections of the requested FLOPs if trying orders does not reach the size."""
 
 
 class RankBudget:
-    """Inner bonds of TT layers that have rank gates (`rank_gates`).
+    """Rank gates on the inner bonds of TT layers, and the size of the layers as a function of the active ranks.
 
     Args:
         layers: layers with rank gates, by name.
@@ -63,16 +59,17 @@ class RankBudget:
         if self.rank_gates:
             self.device = self.rank_gates[0].device
         counts = torch.tensor([len(gate) for gate in self.rank_gates])
+        # The bond of each rank, and the layer of each bond.
         self._bond_of = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
-        bonds_of = torch.tensor([len(layer.cores) - 1 for layer in self._layers.values()])
-        self._layer_of = torch.repeat_interleave(torch.arange(len(bonds_of)), bonds_of).to(self.device)
+        num_bonds = torch.tensor([len(layer.cores) - 1 for layer in self._layers.values()])
+        self._layer_of = torch.repeat_interleave(torch.arange(len(num_bonds)), num_bonds).to(self.device)
         terms: list[Term] = []
         first = 0
         for layer in self._layers.values():
             terms += self._terms(layer, first)
             first += len(layer.cores) - 1
-        self._polynomial = SizePolynomial.of(terms, len(self.rank_gates))  # on the CPU
-        self._size = self._polynomial.to(self.device)  # fixed until shapes change, since captured graphs read it
+        self._polynomial = SizePolynomial.from_terms(terms, len(self.rank_gates))  # on the CPU
+        self._device_polynomial = self._polynomial.to(self.device)  # captured graphs read it until shapes change
 
     @property
     def has_moved(self) -> bool:
@@ -90,11 +87,11 @@ class RankBudget:
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """Return the active ranks of each layer, outer bonds (1) included; all inner ranks are 0 if one of them is."""
         counts = iter(self._sum_per_bond((self._flat_gates().detach() > self._options.threshold).long()).tolist())
-        found = {}
+        ranks = {}
         for name, layer in self._layers.items():
             inner = list(islice(counts, len(layer.cores) - 1))
-            found[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
-        return found
+            ranks[name] = (1, *(inner if all(inner) else [0] * len(inner)), 1)
+        return ranks
 
     def size(self) -> float:
         """Return the size at the active ranks.
@@ -103,7 +100,9 @@ class RankBudget:
             UserError: if the rank gates are on the meta device.
         """
         if self.rank_gates and self.device.type == "meta":
-            raise UserError("which ranks are live is not known on the meta device; load the cores and rank gates first")
+            raise UserError(
+                "the rank gates are on the meta device and hold no values; load the weights of the model first"
+            )
         active = self._active_ranks().cpu()
         return float(self._polynomial_at(active)(active))
 
@@ -120,13 +119,13 @@ class RankBudget:
         """Return the size at the active ranks, 0-D, computed on the device without synchronization, for captured
         graphs.
         """
-        return self._size(self._active_ranks())
+        return self._device_polynomial(self._active_ranks())
 
     def relaxed_size(self) -> Tensor:
         """Return the size with the l1 norms of the rank gates instead of ranks, 0-D, with a gradient."""
-        return self._size(self._sum_per_bond(self._flat_gates().clamp(min=0.0)))
+        return self._device_polynomial(self._sum_per_bond(self._flat_gates().clamp(min=0.0)))
 
-    def core_norm(self) -> Tensor:
+    def core_norm_squared(self) -> Tensor:
         """Return the squared norm of all cores, 0-D, with a gradient."""
         return torch.stack(list(foreach_norm(self.cores()))).square().sum()
 
@@ -147,66 +146,39 @@ class RankBudget:
             UserError: if a rank gate is not finite; nothing has changed then.
         """
         self.check_finite()
-        threshold, tolerance = self._options.threshold, self._options.tolerance
+        threshold = self._options.threshold
         margin = _MARGIN * threshold
         for gate in self.rank_gates:
             if len(gate) and not bool((gate > threshold).any()):
                 gate[gate.argmax()] = margin
         if not sum(map(len, self.rank_gates)):
             return
-        device = torch.device("cpu")
-        flat, bond_of = self._flat_gates().to(device), self._bond_of.to(device)
-        before = active = tried = flat > threshold
-        share = (torch.cat(list(self.contributions())) if scores is None else scores).to(device, torch.float64)
-
-        def ranks() -> Tensor:
-            return torch.zeros(len(self.rank_gates), dtype=torch.float64).index_add(0, bond_of, tried.double())
-
-        def size_now() -> float:
-            return float(self._polynomial_at(ranks())(ranks()))
-
-        def alive() -> Tensor:
-            return ranks().clamp(min=1.0)
-
-        def valued() -> tuple[SizePolynomial, Tensor]:
-            """Return the size polynomial near the ranks under trial, and the value per cost of each rank there."""
-            counted = self._polynomial_at(alive())
-            return counted, share / counted.derivatives(alive())[bond_of].clamp(min=1e-30)
-
-        least_off = abs(size_now() - wanted)
-        for _ in range(_MAX_ORDERS):
-            counted, value = valued()
-            tried = select_ranks(counted, tried, bond_of, value, wanted, tolerance)
-            off = abs(size_now() - wanted)
-            if off >= least_off:
-                break
-            active, least_off = tried, off
-            if off <= tolerance * wanted or counted is self._polynomial:  # the same polynomial at all ranks
-                break
-        if least_off > tolerance * wanted and counted is not self._polynomial:
-            # The best contraction order changes on the way: bisect on the requested size, in the current order.
-            tried = before
-            counted, value = valued()
-            low, high = 0.0, max(2.0 * wanted, float(counted(alive())))
-            for _ in range(_MAX_BISECTIONS):
-                asked = 0.5 * (low + high)
-                tried = select_ranks(counted, before, bond_of, value, asked, tolerance)
-                off = size_now() - wanted
-                if abs(off) < least_off:
-                    active, least_off = tried, abs(off)
-                low, high = (asked, high) if off < 0.0 else (low, asked)
+        cpu = torch.device("cpu")
+        if scores is None:
+            scores = torch.cat(list(self.contributions()))
+        before = self._flat_gates().to(cpu) > threshold
+        active = select_ranks(
+            self._polynomial_at,
+            before,
+            self._bond_of.to(cpu),
+            scores.to(cpu, torch.float64),
+            wanted,
+            self._options.tolerance,
+            num_bonds=len(self.rank_gates),
+            is_fixed=self._options.unit != "flops",
+        )
         lengths = [len(gate) for gate in self.rank_gates]
-        opened, shut = (torch.split(mask, lengths) for mask in (active & ~before, before & ~active))
-        for gate, wide, closed in zip(self.rank_gates, opened, shut, strict=True):
-            gate.masked_fill_(wide.to(gate.device), margin).masked_fill_(closed.to(gate.device), -margin)
+        masks = (torch.split(mask, lengths) for mask in (active & ~before, before & ~active))
+        for gate, activated, pruned in zip(self.rank_gates, *masks, strict=True):
+            gate.masked_fill_(activated.to(gate.device), margin).masked_fill_(pruned.to(gate.device), -margin)
 
     def check_finite(self) -> None:
         """Raise a UserError if a rank gate is NaN or Inf."""
         for name, layer in self._layers.items():
             if not all(bool(torch.isfinite(gate).all()) for gate in layer.rank_gates or ()):
                 raise UserError(
-                    f"a rank gate of '{name}' is NaN or Inf, after a step with such a loss or gradient: "
-                    "go on from a checkpoint before it"
+                    f"a rank gate of '{name}' is NaN or Inf, after a step with a non-finite loss or gradient; continue "
+                    "from an earlier checkpoint"
                 )
 
     @torch.no_grad()
@@ -216,27 +188,27 @@ class RankBudget:
         for layer in self._layers.values():
             if layer.rank_gates is None:
                 continue
-            cores = [core.detach().float().flatten(1, -2) for core in layer.cores]
+            cores = [core.detach().float().flatten(1, -2) for core in layer.cores]  # (r, modes, r')
             gates = [threshold_gate(gate, threshold).float() for gate in layer.rank_gates]
             left = right = cores[0].new_ones(1, 1)
             lefts: list[Tensor] = []
             rights: list[Tensor] = []
             # Gram matrices (r, r) of the chain before (lefts[t]) and after (rights[t]) bond t, without the gate of
             # bond t.
-            for core, one in zip(cores, gates, strict=False):
+            for core, gate in zip(cores, gates, strict=False):
                 half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
                 lefts.append(core.flatten(0, 1).t() @ half)
-                left = lefts[-1] * one * one[:, None]
-            for core, one in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
-                gated = core * one
+                left = lefts[-1] * gate * gate[:, None]
+            for core, gate in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
+                gated = core * gate
                 right = gated.flatten(1) @ (gated @ right).flatten(1).t()
                 rights.insert(0, right)
-            total = (left * rights[-1]).sum().clamp(min=1e-30)
-            for before, behind, gate in zip(lefts, rights, layer.rank_gates, strict=True):
-                opened = gate.detach().float().clamp(min=threshold)
-                yield before.diagonal() * behind.diagonal() * opened.square() / total
+            total = (left * rights[-1]).sum().clamp(min=1e-30)  # |W|^2
+            for before, after, gate in zip(lefts, rights, layer.rank_gates, strict=True):
+                values = gate.detach().float().clamp(min=threshold)
+                yield before.diagonal() * after.diagonal() * values.square() / total
 
-    def values(self) -> Tensor:
+    def gate_values(self) -> Tensor:
         """Return the rank gates of all bonds as one vector; pruned gates count as if activated, at the threshold."""
         return self._flat_gates().detach().clamp(min=self._options.threshold)
 
@@ -277,21 +249,21 @@ class RankBudget:
             if all(own):
                 terms += self._uses[layer].flop_terms(layer, (layer.ranks[0], *own, layer.ranks[-1]), first)
             first += len(own)
-        return SizePolynomial.of(terms, len(self.rank_gates))
+        return SizePolynomial.from_terms(terms, len(self.rank_gates))
 
     def _terms(self, layer: TTLayer, first: int) -> list[Term]:
         """Return the size terms of a layer in the target's unit; `first` is the index of its first inner bond."""
         options, core_bytes = self._options, self._core_bytes
         if options.unit == "flops":
             return self._uses[layer].flop_terms(layer, layer.ranks, first)
-        numbers = parameter_terms(layer.sizes, first)
+        terms = parameter_terms(layer.sizes, first)
         if options.unit == "parameters" or not all(layer.ranks):
-            return numbers
+            return terms
         if core_bytes is None:
-            return [(constant * options.bytes_per_parameter, bonds) for constant, bonds in numbers]
+            return [(constant * options.bytes_per_parameter, bonds) for constant, bonds in terms]
 
-        def of_core(place: int, left: int, right: int) -> float:
-            core = layer.cores[place]
+        def bytes_at(i: int, left: int, right: int) -> float:
+            core = layer.cores[i]
             return core_bytes((left, *core.shape[1:-1], right), core.dtype, layer.core_role, layer.core_dims)
 
-        return byte_terms(layer.ranks, of_core, first)
+        return byte_terms(layer.ranks, bytes_at, first)

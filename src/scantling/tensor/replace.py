@@ -1,4 +1,11 @@
-"""Replacement of one module by a TT layer, and back: create it, fill in values, put it into the model."""
+"""Replacement of a module by a TT layer, and back: create it, fill in values, put it into the model, and update the
+names of tied weights.
+
+A `PreTrainedModel` of transformers records in `_tied_weights_keys` and `all_tied_weights_keys` which parameter is tied
+to which other parameter, by name: {"lm_head.weight": "model.embed_tokens.weight"}. It ties by these names after
+loading, and leaves one of each pair out of saved files. With TT layers the names change: a head has no weight,
+and two tied embeddings share each core.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,19 @@ from torch import nn
 
 from scantling.errors import UserError
 from scantling.numerics.torch_private import share_hooks
-from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag
+from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag, TTMHead
 from scantling.tensor.experts import DOWN_PROJ, TTExperts, expert_linears, up_name
-from scantling.tensor.find_layers import Candidate, is_embedding, is_linear
-from scantling.tensor.head import TTMHead
-from scantling.tensor.layer_filter import LINEAR_OPTIONS, TABLE_OPTIONS, check_layer_options
+from scantling.tensor.find_layers import (
+    LINEAR_OPTIONS,
+    TABLE_OPTIONS,
+    Candidate,
+    check_layer_options,
+    is_embedding,
+    is_linear,
+)
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
+from scantling.tensor.rank_adapter import find_adapter
 
 Init: TypeAlias = Literal["random", "svd"]
 Layer: TypeAlias = TTLinear | TTMEmbedding | TTExperts
@@ -25,7 +39,7 @@ LAYERS = (TTLinear, TTMEmbedding, TTExperts, TTMHead)
 
 
 @dataclass(frozen=True)
-class Origin:
+class DenseOrigin:
     """Properties of the replaced module that the TT layer's attributes do not hold.
 
     Attributes:
@@ -40,38 +54,40 @@ class Origin:
 
 def find_tt_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Return all TT layers with their names, except those inside `TTExperts`."""
-    found: dict[nn.Module, list[str]] = {}
+    layers: dict[nn.Module, list[str]] = {}
     inside = {id(layer) for module in model.modules() if isinstance(module, TTExperts) for layer in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TTExperts) or (isinstance(module, LAYERS) and id(module) not in inside):
-            found.setdefault(module, []).append(name)
-    return found
+            layers.setdefault(module, []).append(name)
+    return layers
 
 
 def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
-    """Return the TT layer for a site, on the meta device and without bias.
+    """Return the TT layer for a candidate, on the meta device and without bias.
 
     Args:
-        site: modules to replace.
+        candidate: modules to replace.
         options: `rank`, and the modes; for experts one such mapping per projection.
 
     Raises:
-        UserError: if ranks or modes do not fit; the message names the site.
+        UserError: if ranks or modes do not fit; the message names the candidate.
     """
     weight = candidate.weights[0]
-    like: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
+    factory: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
     try:
         if is_linear(candidate.module):
-            return _shaped_linear(
-                weight.shape if type(candidate.module) is nn.Linear else weight.shape[::-1], options, like
+            return _build_linear(
+                weight.shape if type(candidate.module) is nn.Linear else weight.shape[::-1], options, factory
             )
         if is_embedding(candidate.module):
             check_layer_options(options, TABLE_OPTIONS)
-            settings = {**options, **_table_settings(candidate.module), **like}
-            return _table_class(candidate.module)(weight.shape[0], weight.shape[1], **settings)
+            is_bag = isinstance(candidate.module, nn.EmbeddingBag)
+            keys = ("padding_idx", "mode", "include_last_offset") if is_bag else ("padding_idx",)
+            settings = {**options, **{key: getattr(candidate.module, key) for key in keys}, **factory}
+            return (TTMEmbeddingBag if is_bag else TTMEmbedding)(weight.shape[0], weight.shape[1], **settings)
         up, down = (
             [
-                _shaped_linear(linear.weight.shape, options[part], like)
+                _build_linear(linear.weight.shape, options[part], factory)
                 for linear in expert_linears(candidate.module, name)
             ]
             for part, name in (("up", up_name(candidate.module)), ("down", DOWN_PROJ))
@@ -81,25 +97,16 @@ def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
         raise UserError(f"{candidate.name}: {error}") from None
 
 
-def _shaped_linear(shape: torch.Size, options: Mapping[str, Any], like: Mapping[str, Any]) -> TTLinear:
+def _build_linear(shape: torch.Size, options: Mapping[str, Any], factory: Mapping[str, Any]) -> TTLinear:
     check_layer_options(options, LINEAR_OPTIONS)
-    return TTLinear(shape[1], shape[0], **options, bias=False, **like)
-
-
-def _table_class(module: nn.Module) -> type[TTMEmbedding]:
-    return TTMEmbeddingBag if isinstance(module, nn.EmbeddingBag) else TTMEmbedding
-
-
-def _table_settings(module: nn.Module) -> dict[str, Any]:
-    bag = ("mode", "include_last_offset") if isinstance(module, nn.EmbeddingBag) else ()
-    return {key: getattr(module, key) for key in ("padding_idx", *bag)}
+    return TTLinear(shape[1], shape[0], **options, bias=False, **factory)
 
 
 def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
-    """Give a layer from `shaped` its values and the parts of the replaced module that it keeps.
+    """Give a layer from `build_layer` its values and the parts of the replaced module that it keeps.
 
     Args:
-        site: modules whose weights determine the values.
+        candidate: modules whose weights determine the values.
         layer: on the meta device; it stays there if the weights are there.
         init: as in `scantling.tensorize`.
 
@@ -109,14 +116,15 @@ def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
     module = candidate.module
     if isinstance(layer, TTExperts):
         for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
-            for number, linear in enumerate(expert_linears(module, name)):
-                parts[number] = _with_values(parts[number], linear, init, f"{candidate.name}.{name}[{number}]")
+            for i, linear in enumerate(expert_linears(module, name)):
+                parts[i] = _with_values(parts[i], linear, init, f"{candidate.name}.{name}[{i}]")
     elif isinstance(layer, TTLinear):
         layer = _with_values(layer, as_linear(module), init, candidate.name)
-        layer.bias = module.bias
+        layer.bias = module.bias  # the same parameter
     else:
         layer = _with_values(layer, module, init, candidate.name)
-    origin = Origin(type(module), getattr(module, "padding_idx", None), getattr(module, "sparse", False))
+    # An attribute of the module that is no submodule and no parameter.
+    origin = DenseOrigin(type(module), getattr(module, "padding_idx", None), getattr(module, "sparse", False))
     object.__setattr__(layer, "origin", origin)
     return layer.train(module.training)
 
@@ -136,13 +144,16 @@ def _with_values(layer: Any, dense: Any, init: Init, name: str) -> Any:
     weight = dense.weight
     if weight.device.type == "meta":
         if init == "svd":
-            raise UserError(f"{name}: init='svd' needs the weight, which is on the meta device: load it before")
+            raise UserError(f"{name}: init='svd' needs the weight, which is on the meta device; load it first")
         return layer.requires_grad_(weight.requires_grad)
     norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
     if not isfinite(norm):
         raise UserError(f"{name}: its weight holds NaN or Inf")
     if init == "svd" and getattr(layer, "activation", None) is not None:
-        raise UserError(f"{name}: init='svd' needs a matrix, and {layer.activation} stands between the cores")
+        raise UserError(
+            f"{name}: init='svd' needs a linear layer, but this one has {layer.activation} between its cores; use "
+            "init='random' or a format without an activation"
+        )
     if init == "svd" and norm > 0.0:
         layer = _from_svd(layer, dense)
     else:
@@ -152,12 +163,13 @@ def _with_values(layer: Any, dense: Any, init: Init, name: str) -> Any:
 
 
 def _from_svd(layer: Any, dense: Any) -> Any:
-    ranks, asked = layer.ranks[1:-1], {"allow_larger": True}  # tensorize warns of larger layers itself
+    """Return a layer of the same ranks and modes with the closest cores that TT-SVD finds."""
+    ranks, options = layer.ranks[1:-1], {"allow_larger": True}  # tensorize itself warns of larger layers
     if isinstance(layer, TTLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight = dense.weight
-        return TTLinear.from_dense(plain, ranks, in_modes=layer.in_modes, out_modes=layer.out_modes, **asked)
-    return type(layer).from_dense(dense, ranks, row_modes=layer.row_modes, col_modes=layer.col_modes, **asked)
+        return TTLinear.from_dense(plain, ranks, in_modes=layer.in_modes, out_modes=layer.out_modes, **options)
+    return type(layer).from_dense(dense, ranks, row_modes=layer.row_modes, col_modes=layer.col_modes, **options)
 
 
 def _draw_cores(layer: Any, norm: float) -> None:
@@ -165,7 +177,7 @@ def _draw_cores(layer: Any, norm: float) -> None:
     layer.reset_parameters(norm=norm or 1.0)
     with torch.no_grad():
         if norm == 0.0:
-            layer.cores[-1].zero_()
+            layer.cores[-1].zero_()  # the gradient of this core is not 0
         elif getattr(layer, "padding_idx", None) is not None:
             factor = (norm / float(_norm_without_padding(layer, norm))) ** (1.0 / len(layer.cores))
             for core in layer.cores:
@@ -202,7 +214,7 @@ def build_dense(layer: nn.Module) -> nn.Module:
         return layer.to_dense()
     assert isinstance(layer, TTLinear | TTMEmbedding)
     dense: nn.Module = layer.to_dense()
-    origin: Origin | None = getattr(layer, "origin", None)
+    origin: DenseOrigin | None = getattr(layer, "origin", None)
     if isinstance(layer, TTLinear):
         dense.register_parameter("bias", layer.bias)
     elif origin is not None:
@@ -216,3 +228,89 @@ def build_dense(layer: nn.Module) -> nn.Module:
     conv.register_parameter("weight", nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad))
     conv.register_parameter("bias", layer.bias)
     return conv.train(layer.training)
+
+
+def restore_dense_layers(model: nn.Module) -> None:
+    """Replace all TT layers of a model by equivalent dense layers of the original classes; see `scantling.densify`.
+
+    Raises:
+        UserError: as in `scantling.densify`.
+    """
+    names = find_tt_layers(model)
+    if model in names:
+        raise UserError(f"the model is itself a {type(model).__name__}; use its to_dense()")
+    for name, layer in model.named_modules():
+        if isinstance(layer, TTLayer) and find_adapter(layer) is not None:
+            raise UserError(
+                f"a RankAdapter is attached to '{name}'; call its finish() or detach() first, or densify a "
+                "copy.deepcopy(model)"
+            )
+        if isinstance(layer, TTLinear) and layer.activation is not None:
+            raise UserError(f"'{name}' has no dense weight, because {layer.activation} is between its cores")
+    dense_layers = {layer: build_dense(layer) for layer in names if not isinstance(layer, TTMHead)}
+    for head in names:
+        if isinstance(head, TTMHead):  # tied to the dense embedding that replaces its table
+            table = dense_layers.get(head.table)
+            dense_layers[head] = head.to_dense(None if table is None else table.get_parameter("weight"))
+    for layer, dense in dense_layers.items():
+        replace_module(model, names[layer], layer, dense)
+        if isinstance(layer, TTLinear) and layer.shared_input is not None:
+            layer.shared_input.remove()  # its hooks are on the parent module, which stays
+    restore_tied_names(model)
+
+
+_RECORDS = ("_tied_weights_keys", "all_tied_weights_keys")
+_DENSE_RECORDS = "_dense_tied_weights_keys"
+"""Attribute that keeps a module's records of the dense model."""
+
+
+def record_tied_names(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, str]]]:
+    """Return the names of tied parameters, by the submodule that records them; call it before replacing anything."""
+    records = {}
+    for module in model.modules():
+        expand = getattr(module, "get_expanded_tied_weights_keys", None)
+        if callable(expand) and hasattr(module, _RECORDS[1]):
+            records[module] = {
+                _RECORDS[0]: expand(all_submodels=False),
+                _RECORDS[1]: dict(getattr(module, _RECORDS[1])),
+            }
+    return records
+
+
+def rename_tied_names(records: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
+    """Replace the names of tables by those of their cores; the old records are kept for `restore_tied_names`."""
+    for module, before in records.items():
+        after = {record: _renamed(module, pairs) for record, pairs in before.items()}
+        if after == before:
+            continue
+        setattr(module, _DENSE_RECORDS, {record: vars(module)[record] for record in _RECORDS if record in vars(module)})
+        for record, pairs in after.items():
+            setattr(module, record, pairs)
+
+
+def restore_tied_names(model: nn.Module) -> None:
+    """Restore the names that `rename_tied_names` replaced."""
+    for module in model.modules():
+        dense_records: dict[str, Any] | None = vars(module).pop(_DENSE_RECORDS, None)
+        if dense_records is not None:
+            for record in _RECORDS:
+                vars(module).pop(record, None)
+            vars(module).update(dense_records)
+
+
+def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
+    """Return pairs of tied names (target, source) with the names of cores instead of the names of dense weights."""
+    renamed = {}
+    for target, source in pairs.items():
+        (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
+        owner, source_owner = module.get_submodule(path), module.get_submodule(source_path)
+        if not (_is_tt_weight(owner, name) or _is_tt_weight(source_owner, source_name)):
+            renamed[target] = source
+        elif owner is source_owner and path != source_path:
+            # Two tied embeddings are one TT table under two names: each core is tied to itself.
+            renamed |= {f"{path}.cores.{i}": f"{source_path}.cores.{i}" for i in range(len(owner.cores))}  # type: ignore[arg-type]
+    return renamed
+
+
+def _is_tt_weight(owner: nn.Module, name: str) -> bool:
+    return name == "weight" and isinstance(owner, TTLinear | TTMEmbedding | TTMHead)

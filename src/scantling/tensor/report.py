@@ -27,16 +27,17 @@ _OUTLIER = 1.2
 Initialized layers of 14 architectures reach 1.05; after 50 training steps the minimum of 16 weights is 1.6.
 """
 _SAMPLE = 1024
+"""Rows and columns of a weight that are inspected, at most."""
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Silence warnings about weights that a checkpoint replaces right after the conversion."""
-    before, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,26 @@ class LayerReport:
 
 def layer_report(candidate: Candidate, layer: Layer, init: Init) -> LayerReport:
     """Compare a TT layer with the module that it will replace."""
-    numbers = sum(weight.numel() for weight in candidate.weights)
+    dense_size = sum(weight.numel() for weight in candidate.weights)
     size = layer.num_parameters()
     if isinstance(layer, TTLinear) and layer.bias is not None:
         size -= layer.out_features  # the bias is not replaced
-    return LayerReport(candidate.name, numbers, size, _weight_error(candidate, layer) if init == "svd" else None)
+    return LayerReport(candidate.name, dense_size, size, _weight_error(candidate, layer) if init == "svd" else None)
 
 
 @torch.no_grad()
 def _weight_error(candidate: Candidate, layer: Layer) -> float:
-    lost = norm = 0.0
-    for part, dense in _pairs(candidate.module, layer):
+    """Return ‖W − W'‖ / ‖W‖; 0 if W is 0."""
+    squared_error = squared_norm = 0.0
+    for tt_layer, dense in _layer_pairs(candidate.module, layer):
         weight = dense.weight.detach().float()
-        lost += float((part.dense_weight().float() - weight).square().sum())
-        norm += float(weight.square().sum())
-    return sqrt(lost / norm) if norm else 0.0
+        squared_error += float((tt_layer.dense_weight().float() - weight).square().sum())
+        squared_norm += float(weight.square().sum())
+    return sqrt(squared_error / squared_norm) if squared_norm else 0.0
 
 
-def _pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
+def _layer_pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
+    """Yield each TT layer with the dense layer of the same weight; for experts one pair per projection."""
     if isinstance(layer, TTExperts):
         for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
             yield from zip(parts, expert_linears(module, name), strict=True)
@@ -91,16 +94,16 @@ def log_errors(reports: Sequence[LayerReport]) -> None:
         return
     for error, name in errors:
         logger.debug("tensorize: %s: relative weight error %.2g", name, error)
-    (least, _), (middle, _), (largest, worst) = errors[0], errors[len(errors) // 2], errors[-1]
+    (smallest, _), (median, _), (largest, worst) = errors[0], errors[len(errors) // 2], errors[-1]
     text = "tensorize: init='svd' changes %d weights by %.1f to %.1f %% of their norm, half of them by %.1f %% or more"
-    figures = (len(errors), 100 * least, 100 * largest, 100 * middle)
+    values = (len(errors), 100 * smallest, 100 * largest, 100 * median)
     if largest < LARGE_ERROR:
-        logger.info(text, *figures)
+        logger.info(text, *values)
         return
     logger.warning(
-        text + " (most: %s), so the model's outputs change; raise the rank, leave these layers dense, or go on "
-        "training (sc.tensorize lists the error of each layer in its `report`)",
-        *figures,
+        text + " (largest: %s), so the outputs of the model change; raise the rank, leave these layers dense, or "
+        "continue training (sc.tensorize lists the error of each layer in its `report`)",
+        *values,
         worst,
     )
 
@@ -112,20 +115,20 @@ def warn_if_trained(candidates: Sequence[Candidate], *, has_svd: bool) -> None:
         trained = [
             candidate.name for candidate in candidates if any(_looks_trained(weight) for weight in candidate.weights)
         ]
-        if 2 * len(trained) < len(candidates):  # such as a table of sines
+        if 2 * len(trained) < len(candidates):  # a few structured weights, such as a table of sines, prove nothing
             return
-    way = "use init='svd' to approximate them" if has_svd else "use format='tt' or 'low-rank' with init='svd'"
+    advice = "use init='svd' to approximate them" if has_svd else "use format='tt' or 'low-rank' with init='svd'"
     logger.warning(
-        "tensorize: init='random' discards the trained weights of %d layers (%s): the new TT layers know nothing of "
-        "them. To keep what they learned, %s; to train from scratch, build the model without loading weights",
+        "tensorize: init='random' discards the trained weights of %d layers (%s). To keep them, %s; to train from "
+        "scratch, build the model without loading weights",
         len(trained),
         ", ".join(trained[:3]) + (", …" if len(trained) > 3 else ""),
-        way,
+        advice,
     )
 
 
 def _is_loaded(weight: Tensor) -> bool:
-    """True if transformers has read this parameter from a checkpoint; parameters that it initializes lack the mark."""
+    """True if transformers has read this parameter from a checkpoint, and not initialized it."""
     return bool(getattr(weight, "_is_hf_initialized", False))
 
 
@@ -139,13 +142,14 @@ def _looks_trained(weight: Tensor) -> bool:
     if weight.is_meta:
         return False
     matrix = weight.detach().flatten(0, -2)
-    steps = [max(1, size // _SAMPLE) for size in matrix.shape]
-    matrix = matrix[:: steps[0], :: steps[1]][:_SAMPLE, :_SAMPLE].float()
+    strides = [max(1, size // _SAMPLE) for size in matrix.shape]
+    matrix = matrix[:: strides[0], :: strides[1]][:_SAMPLE, :_SAMPLE].float()
     if min(matrix.shape) < 8:
         return False
     rms = float(matrix.square().mean().sqrt())
     if not isfinite(rms):
         return False
+    # Subspace iteration with 4 probes: (columns, 4).
     probes = torch.randn(matrix.shape[1], 4, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(4):
         probes = matrix.t() @ (matrix @ torch.linalg.qr(probes).Q)

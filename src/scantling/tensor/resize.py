@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scantling.errors import UserError
-from scantling.tensor.embedding import TTMEmbedding
-from scantling.tensor.head import TTMHead
+from scantling.tensor.embedding import TTMEmbedding, TTMHead
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.modes import check_size
-from scantling.tensor.rank_adapter import adapter_of
+from scantling.tensor.rank_adapter import find_adapter
 
 _dense_embeddings = PreTrainedModel._get_resized_embeddings
 _dense_head = PreTrainedModel._get_resized_lm_head
@@ -43,7 +42,7 @@ def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True)
     """
     size = check_size(num_embeddings, "new_num_tokens")
     _check_no_adapter(table)
-    first = -(-size // prod(table.row_modes[1:]))
+    first = -(-size // prod(table.row_modes[1:]))  # smallest first mode that holds all rows
     _resize_core(table, 0, 1, first, mean)
     table.row_modes = (first, *table.row_modes[1:])
     table.num_embeddings = size
@@ -66,17 +65,17 @@ def resize_outputs(layer: TTLinear, out_features: int, *, mean: bool = True) -> 
 
 
 def _check_no_adapter(layer: TTLayer) -> None:
-    if adapter_of(layer) is not None:
+    if find_adapter(layer) is not None:
         raise UserError(
-            "a RankAdapter is attached to the layer that is resized, and its size target counts on the sizes it found; "
-            "resize before you attach it, or call its finish() or detach() first"
+            "a RankAdapter is attached to the layer that is resized, and its size target depends on the size of the "
+            "layer; resize before attaching it, or call its finish() or detach() first"
         )
 
 
 @torch.no_grad()
-def _resize_core(layer: TTLayer, place: int, dim: int, size: int, mean: bool) -> None:
-    core = layer.chain[place]
-    layer.cores[place] = nn.Parameter(_resized(core.detach(), dim, size, mean), requires_grad=core.requires_grad)
+def _resize_core(layer: TTLayer, index: int, dim: int, size: int, mean: bool) -> None:
+    core = layer.chain[index]
+    layer.cores[index] = nn.Parameter(_resized(core.detach(), dim, size, mean), requires_grad=core.requires_grad)
 
 
 def _resized(values: Tensor, dim: int, size: int, mean: bool) -> Tensor:
@@ -110,6 +109,7 @@ def _resized_embeddings(
 ) -> nn.Module:
     if not isinstance(old_embeddings, TTMEmbedding):
         return _dense_embeddings(self, old_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
+    # The arguments of transformers: None keeps the size, before rounding up.
     size = old_embeddings.num_embeddings if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
         size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
@@ -134,7 +134,7 @@ def _resized_head(
         )
     if isinstance(old_lm_head, TTLinear) and new_num_tokens not in (None, old_lm_head.out_features):
         resize_outputs(old_lm_head, new_num_tokens, mean=mean_resizing)
-    elif isinstance(old_lm_head, TTMHead):
+    elif isinstance(old_lm_head, TTMHead):  # its table has been resized before
         old_lm_head.bias = _resized_bias(old_lm_head.bias, old_lm_head.out_features, mean_resizing)
     return old_lm_head
 

@@ -1,6 +1,6 @@
-"""Schedules that reduce ranks to a size: by importance for the loss, by a controlled price, or as in the paper.
+"""Schedules that reduce ranks to a size: by importance for the loss, or as in the paper.
 
-The last two add to the loss a price on the size that the rank gates span (CoMERA, arXiv 2405.14377, section 4):
+The paper adds to the loss a price on the size that the rank gates span (CoMERA, arXiv 2405.14377, section 4):
 
     loss + price * P^ / P_0 + beta * sum |G|^2
 
@@ -10,7 +10,6 @@ the l1 norms of the gates instead of ranks. The beta term keeps the cores from g
 
 from __future__ import annotations
 
-from math import copysign, exp
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ _PRUNED = -1.0
 """Value of the gates of pruned ranks after the end."""
 _TIE_BREAK = 1e-6
 """Weight of contributions relative to importance: it breaks ties between ranks that the loss does not need."""
-_MAX_PRICE_RATIO = 1000.0
-"""Upper bound of the price, relative to the initial price."""
 
 
 class Schedule(nn.Module):
@@ -43,25 +40,25 @@ class Schedule(nn.Module):
         target: final size.
     """
 
-    held: Tensor
+    is_held: Tensor
 
     def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__()
         self.options, self._budget = options, budget
         self.initial = budget.full_size()
         self.target = options.size_target * (self.initial if options.size_target <= 1.0 else 1.0)
-        self.register_buffer("held", torch.zeros((), dtype=torch.bool), persistent=False)
+        self.register_buffer("is_held", torch.zeros((), dtype=torch.bool), persistent=False)
         self._final_mask: list[Tensor] | None = None  # bool (r) per bond: active ranks, fixed at the end; None before
 
     @property
-    def holds(self) -> bool:
+    def holds_target(self) -> bool:
         """True if the size is held at the target in the end."""
-        raise NotImplementedError
+        return True
 
     @property
     def current_price(self) -> float:
         """Price of the whole size in units of the loss."""
-        raise NotImplementedError
+        return 0.0
 
     @property
     def adds_to_loss(self) -> bool:
@@ -96,7 +93,7 @@ class Schedule(nn.Module):
 
     def has_ended(self, step: int) -> bool:
         """True if the size is held at the target from this step on."""
-        return self.holds and step >= self.options.steps
+        return self.holds_target and step >= self.options.steps
 
     def bring_to_target(self) -> None:
         """Bring the size to the target immediately."""
@@ -116,10 +113,10 @@ class Schedule(nn.Module):
         """
         missing = sorted({*self.values()} - {*values})
         if missing:
-            raise UserError(f"the state of the RankAdapter is of another schedule or version: it lacks '{missing[0]}'")
-        for name, known in values.items():
-            if isinstance(known, list) and len(known) != ranks:
-                raise UserError(f"the state of the RankAdapter knows '{name}' of {len(known)} ranks, not of {ranks}")
+            raise UserError(f"the state has no '{missing[0]}'; it is of another schedule or version of RankAdapter")
+        for name, value in values.items():
+            if isinstance(value, list) and len(value) != ranks:
+                raise UserError(f"the state has '{name}' of {len(value)} ranks, but its layers have {ranks}")
 
     @torch.no_grad()
     def load_values(self, values: dict[str, Any]) -> None:
@@ -131,7 +128,7 @@ class Schedule(nn.Module):
         if values["active"] is not None:
             is_active = torch.tensor(values["active"], dtype=torch.bool, device=self._budget.device)
             self._final_mask = list(torch.split(is_active, [len(gate) for gate in self._budget.rank_gates]))
-        self.held.fill_(self._final_mask is not None)
+        self.is_held.fill_(self._final_mask is not None)
 
     def _update_ranks(self, step: int) -> None:
         """Change the ranks before the end."""
@@ -139,8 +136,8 @@ class Schedule(nn.Module):
     def _size_on_path(self, step: int) -> float:
         """Return the size that decreases linearly from the initial size to the target."""
         options = self.options
-        way = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
-        return self.initial + (self.target - self.initial) * way
+        progress = min(1.0, max(0.0, (step - options.begin) / (options.steps - options.begin)))
+        return self.initial + (self.target - self.initial) * progress
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -148,10 +145,10 @@ class Schedule(nn.Module):
         if self._final_mask is None:
             self.bring_to_target()
             self._final_mask = self._active_mask()
-            self.held.fill_(True)
+            self.is_held.fill_(True)
         for gate, is_active in zip(self._budget.rank_gates, self._final_mask, strict=True):
-            kept = torch.where(is_active, gate.clamp(min=2.0 * self.options.threshold), _PRUNED)
-            gate.copy_(torch.where(gate.isnan(), gate, kept))  # keep NaN visible
+            value = torch.where(is_active, gate.clamp(min=2.0 * self.options.threshold), _PRUNED)
+            gate.copy_(torch.where(gate.isnan(), gate, value))  # keep NaN visible
 
     def _active_mask(self) -> list[Tensor]:
         return [gate.detach() > self.options.threshold for gate in self._budget.rank_gates]
@@ -171,7 +168,7 @@ class Schedule(nn.Module):
 
     def _norm(self) -> Tensor | float:
         """Return the beta term."""
-        return self.options.beta * self._budget.core_norm() if self.options.beta else 0.0
+        return self.options.beta * self._budget.core_norm_squared() if self.options.beta else 0.0
 
 
 class ImportanceSchedule(Schedule):
@@ -185,15 +182,7 @@ class ImportanceSchedule(Schedule):
     def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__(options, budget)
         self._importance = Importance(options.memory)
-        self._importance.follow(budget.rank_gates)
-
-    @property
-    def holds(self) -> bool:
-        return True
-
-    @property
-    def current_price(self) -> float:
-        return 0.0
+        self._importance.set_gates(budget.rank_gates)
 
     @property
     def adds_to_loss(self) -> bool:
@@ -212,7 +201,7 @@ class ImportanceSchedule(Schedule):
 
     def refresh(self) -> None:
         super().refresh()
-        self._importance.follow(self._budget.rank_gates)
+        self._importance.set_gates(self._budget.rank_gates)
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "importance": self._importance.values()}
@@ -225,54 +214,12 @@ class ImportanceSchedule(Schedule):
         self._fit_to(self._size_on_path(step))
 
     def _rank_scores(self) -> Tensor | None:
-        known = self._importance.of(self._budget.values())
-        if known is None:
+        importance = self._importance.scores(self._budget.gate_values())
+        if importance is None:
             return None
-        contributed = torch.cat(list(self._budget.contributions())).to(known.dtype)
-        mean = known.mean()
-        return known + torch.where(mean > 0.0, _TIE_BREAK * mean, 1.0) * contributed
-
-
-class ControlledSchedule(Schedule):
-    """Schedule with a controlled price, along a size path that decreases to the target.
-
-    The price rises while the size is above the path and falls while it is below. It prunes the ranks whose gates the
-    gradient of the loss does not sustain. If the size leaves the path by more than the slack, and at the end, the
-    schedule intervenes: it prunes the ranks that contribute least per cost, or activates those that would contribute
-    most.
-    """
-
-    price: Tensor
-
-    def __init__(self, options: RankOptions, budget: RankBudget) -> None:
-        super().__init__(options, budget)
-        self.register_buffer("price", torch.tensor(0.0 if options.begin else options.price))
-
-    @property
-    def holds(self) -> bool:
-        return True
-
-    @property
-    def current_price(self) -> float:
-        return float(self.price)
-
-    def objective(self, task_loss: Tensor, share: float) -> Tensor:
-        return task_loss + share * (self._norm() + self.price * self._relaxed())
-
-    def _update_ranks(self, step: int) -> None:
-        options = self.options
-        wanted = self._size_on_path(step)
-        error = self._budget.size() / wanted - 1.0
-        if step >= options.begin:
-            rate = options.price_rate * options.interval / (options.steps - options.begin)
-            self.price.mul_(exp(rate * min(1.0, max(-1.0, error))))
-            self.price.clamp_(options.price, _MAX_PRICE_RATIO * options.price)
-        if abs(error) > options.slack:
-            self._fit_to(wanted * (1.0 + copysign(options.slack, error)))
-
-    def _end(self) -> None:
-        self.price.zero_()
-        super()._end()
+        contributions = torch.cat(list(self._budget.contributions())).to(importance.dtype)
+        mean = importance.mean()
+        return importance + torch.where(mean > 0.0, _TIE_BREAK * mean, 1.0) * contributions
 
 
 class PaperSchedule(Schedule):
@@ -291,18 +238,18 @@ class PaperSchedule(Schedule):
     weight: Tensor
     reference: Tensor
     late: Tensor
-    recent: Tensor
+    recent_loss: Tensor
     recent_share: Tensor
 
     def __init__(self, options: RankOptions, budget: RankBudget) -> None:
         super().__init__(options, budget)
-        for name in ("mean_loss", "weight", "reference", "recent", "recent_share"):
+        for name in ("mean_loss", "weight", "reference", "recent_loss", "recent_share"):
             self.register_buffer(name, torch.zeros(()))
         self.register_buffer("late", torch.zeros((), dtype=torch.bool))
         self._is_late = False  # copy of `late` on the host
 
     @property
-    def holds(self) -> bool:
+    def holds_target(self) -> bool:
         return self.options.hold
 
     @property
@@ -315,24 +262,26 @@ class PaperSchedule(Schedule):
 
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
         options = self.options
+        # Everything is computed with torch.where, so that a captured graph serves all stages.
         loss = task_loss.detach()
         is_finite = torch.isfinite(loss)
-        self.recent += torch.where(is_finite, loss, 0.0)
+        self.recent_loss += torch.where(is_finite, loss, 0.0)
         self.recent_share += torch.where(is_finite, share, 0.0)
         relaxed = self._relaxed()
-        early = task_loss + share * options.gamma * relaxed
+        early = task_loss + share * options.gamma * relaxed  # L + gamma P^ / P_0
         target = self.target / self.initial
         mean_loss = self.mean_loss / self.weight.clamp(min=1e-12)
         by_loss = options.loss_weight * (mean_loss - self.reference)
         by_size = options.size_weight * (self._budget.active_size() / self.initial - target)
-        both = options.rho * (task_loss + share * relaxed)
-        late = both + torch.where(
+        # The late stage, see the class: the larger of both deviations from the reference point decides.
+        regularization = options.rho * (task_loss + share * relaxed)
+        late = regularization + torch.where(
             by_loss >= by_size,
             options.loss_weight * (task_loss - share * self.reference),
             options.size_weight * share * (relaxed - target),
         )
-        chosen = torch.where(self.held, task_loss, torch.where(self.late, late, early))
-        return share * self._norm() + chosen
+        objective = torch.where(self.is_held, task_loss, torch.where(self.late, late, early))
+        return share * self._norm() + objective
 
     def observe_loss(self, task_loss: Tensor, share: float) -> None:
         if self._early_steps == 0 and not self._is_late:
@@ -340,8 +289,8 @@ class PaperSchedule(Schedule):
 
     def after_step(self, step: int) -> None:
         # The mean over all passes since the last step, including those of skipped steps.
-        self._update_mean_loss(self.recent / self.recent_share, step)
-        self.recent.zero_()
+        self._update_mean_loss(self.recent_loss / self.recent_share, step)
+        self.recent_loss.zero_()
         self.recent_share.zero_()
         super().after_step(step)
 
@@ -372,7 +321,6 @@ class PaperSchedule(Schedule):
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "importance": ImportanceSchedule,
-    "controlled": ControlledSchedule,
     "paper": PaperSchedule,
 }
 """Schedules by their names in the options."""

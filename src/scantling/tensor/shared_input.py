@@ -7,8 +7,8 @@ for little work. In the backward pass, the gradient of x is one product instead 
 layers would start with A anyway, that is for many tokens; not under `torch.compile`.
 
 Within a forward pass of the parent module, the first layer called with a tensor computes the first product of all
-layers. The others use it if they get the same unchanged tensor. The products are dropped at the end of that forward
-pass. If some product was not used, the layers are assumed not to share their input from then on, unless the pass is
+layers. The others use it if they get the same unchanged tensor. The products are dropped when the forward pass
+ends. If some product was not used, the layers are assumed not to share their input from then on, unless the pass is
 checkpointed.
 """
 
@@ -18,20 +18,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scantling.numerics.torch_private import saved_tensor_hooks
+from scantling.numerics.torch_private import saved_tensor_hooks, version_counter
 from scantling.tensor.contraction import Step, core_indices
-from scantling.tensor.steps import tensor_version
+from scantling.tensor.linear import TTLinear
 
-if TYPE_CHECKING:
-    from scantling.tensor.linear import TTLinear
-
-Rest: TypeAlias = tuple[Tensor, Sequence[Tensor], Sequence[Step]]
+Remainder: TypeAlias = tuple[Tensor, Sequence[Tensor], Sequence[Step]]
 """State after the first step of an order, (tokens, rank), with the remaining blocks and steps."""
 
 SHARED_INPUTS = (
@@ -49,7 +46,7 @@ _CROSS = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
 
 @dataclass
 class _Pass:
-    """One forward pass of the parent.
+    """One forward pass of the parent module.
 
     Attributes:
         layers: layers that may share their input, by name.
@@ -61,7 +58,7 @@ class _Pass:
     layers: dict[str, TTLinear]
     hooks: Any
     x: tuple[Tensor, tuple[Any, ...]] | None
-    products: dict[str, Rest]
+    products: dict[str, Remainder]
 
 
 class SharedInputGroup:
@@ -89,66 +86,71 @@ class SharedInputGroup:
         for handle in self._handles:
             handle.remove()
 
-    def first_product(self, layer: TTLinear, x: Tensor, flat: Tensor, steps: Sequence[Step]) -> Rest | None:
+    def first_product(self, layer: TTLinear, x: Tensor, tokens: Tensor, steps: Sequence[Step]) -> Remainder | None:
         """Return x times the input cores of a layer, computed for all layers of this input at once.
 
         Args:
             layer: one of the layers.
             x: input of the layer, which identifies the shared tensor.
-            flat: the same values, (tokens, product of the input modes).
+            tokens: the same values, (tokens, product of the input modes).
             steps: best order of this layer.
 
         Returns:
             The product and the remaining steps; None if the layer has to compute it itself.
         """
-        now = self._passes.get(get_ident())
-        if now is None or not _begins_with_input(layer, steps) or x.is_inference() or _saving_hooks() is not now.hooks:
+        current = self._passes.get(get_ident())
+        if current is None or not _starts_with_inputs(layer, steps) or x.is_inference():
             return None
-        name = next((name for name, each in now.layers.items() if each is layer), None)
+        if _saving_hooks() is not current.hooks:
+            return None
+        name = next((name for name, other in current.layers.items() if other is layer), None)
         if name is None:
             return None
-        if now.x is not None and now.x[0] is x and now.x[1] == _state(x) and name in now.products:
-            return now.products.pop(name)
-        if now.products:
+        if current.x is not None and current.x[0] is x and current.x[1] == _state(x) and name in current.products:
+            return current.products.pop(name)
+        if current.products:
             return None  # not the input of the previous layer
-        found = _products(now.layers, flat)
-        if name not in found:
+        products = _first_products(current.layers, tokens)
+        if name not in products:
             return None
-        own = found.pop(name)
-        now.x, now.products = (x, _state(x)), found
+        own = products.pop(name)
+        current.x, current.products = (x, _state(x)), products
         return own
 
     def _begin_pass(self, parent: nn.Module, *_: Any) -> None:
         if self.is_disabled or torch.compiler.is_compiling():
             return
-        layers: dict[str, Any] = {name: getattr(parent, name, None) for name in self.names}
-        ours = {name: layer for name, layer in layers.items() if getattr(layer, "shared_input", None) is self}
-        if len(ours) > 1 and _are_alike(list(ours.values())):
-            self._passes[get_ident()] = _Pass(ours, _saving_hooks(), None, {})
+        modules: dict[str, Any] = {name: getattr(parent, name, None) for name in self.names}
+        layers = {name: module for name, module in modules.items() if getattr(module, "shared_input", None) is self}
+        if len(layers) > 1 and _can_fuse(list(layers.values())):
+            self._passes[get_ident()] = _Pass(layers, _saving_hooks(), None, {})
 
     def _end_pass(self, parent: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        done = self._passes.pop(get_ident(), None)
+        ended = self._passes.pop(get_ident(), None)
         # A failed pass proves nothing; a checkpointed pass must be repeated in the same way.
-        if done is not None and done.products and output is not None and done.hooks is None:
+        if ended is not None and ended.products and output is not None and ended.hooks is None:
             self.is_disabled = True
 
 
-def _are_alike(layers: Sequence[TTLinear]) -> bool:
+def _can_fuse(layers: Sequence[TTLinear]) -> bool:
     """True if one product can serve all layers."""
-    kinds = {(core.dtype, core.device, each.is_trainable, each.formats) for each in layers for core in each.chain[:1]}
-    return len(kinds) == 1 and not any(isinstance(core, DTensor) for each in layers for core in each.cores)
+    kinds = {
+        (core.dtype, core.device, layer.is_trainable, layer.formats) for layer in layers for core in layer.chain[:1]
+    }
+    return len(kinds) == 1 and not any(isinstance(core, DTensor) for layer in layers for core in layer.cores)
 
 
-def _products(layers: dict[str, TTLinear], flat: Tensor) -> dict[str, Rest]:
+def _first_products(layers: dict[str, TTLinear], tokens: Tensor) -> dict[str, Remainder]:
     """Return the first product of all layers; empty if one of them starts differently."""
-    orders = {name: layer._best_steps(flat.shape[0]) for name, layer in layers.items()}
-    if not all(_begins_with_input(layers[name], steps) for name, steps in orders.items()):
+    orders = {name: layer._best_steps(tokens.shape[0]) for name, layer in layers.items()}
+    if not all(_starts_with_inputs(layers[name], steps) for name, steps in orders.items()):
         return {}
     blocks = {name: layer.blocks(orders[name]) for name, layer in layers.items()}
+    # x [A_q A_k A_v], then one piece for each layer.
     matrices = [own[0].reshape(orders[name][0].inner, -1) for name, own in blocks.items()]
-    pieces = torch.split(flat @ torch.cat(matrices, dim=1), [matrix.shape[1] for matrix in matrices], dim=1)
+    pieces = torch.split(tokens @ torch.cat(matrices, dim=1), [matrix.shape[1] for matrix in matrices], dim=1)
     return {name: (piece, own[1:], orders[name][1:]) for piece, (name, own) in zip(pieces, blocks.items(), strict=True)}
 
 
@@ -156,7 +158,7 @@ def _state(x: Tensor) -> tuple[Any, ...]:
     """Return the state that must not change for a product with x to stay valid."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return tensor_version(x), x.requires_grad, torch.is_grad_enabled(), autocast
+    return version_counter(x), x.requires_grad, torch.is_grad_enabled(), autocast
 
 
 def _saving_hooks() -> Any:
@@ -165,21 +167,19 @@ def _saving_hooks() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def _begins_with_input(layer: TTLinear, steps: Sequence[Step]) -> bool:
+def _starts_with_inputs(layer: TTLinear, steps: Sequence[Step]) -> bool:
     """True if the first step contracts all input cores, and no others."""
     return len(core_indices(steps[0].tree)) == len(layer.in_modes)
 
 
 def fuse_shared_inputs(model: nn.Module) -> None:
     """Let TT layers that share an input, recognized by their names, compute the first product together."""
-    from scantling.tensor.linear import TTLinear
-
     for path, module in model.named_modules():
         for names in SHARED_INPUTS:
             names = names[1:] if _CROSS.search(path) and len(names) == 3 else names
             layers = {name: layer for name in names if isinstance(layer := getattr(module, name, None), TTLinear)}
-            alike = {(layer.in_features, layer.in_modes) for layer in layers.values()}
-            if len(set(layers.values())) > 1 and len(alike) == 1:
+            input_shapes = {(layer.in_features, layer.in_modes) for layer in layers.values()}
+            if len(set(layers.values())) > 1 and len(input_shapes) == 1:
                 shared_input = SharedInputGroup(module, list(layers))
                 for layer in layers.values():
                     layer.shared_input = shared_input

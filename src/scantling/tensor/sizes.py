@@ -20,8 +20,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from scantling.tensor.contraction import Network, best_plan, rank_factors
-
 Term: TypeAlias = tuple[float, list[int]]
 """A constant, and the bonds whose ranks multiply it."""
 
@@ -41,10 +39,10 @@ class SizePolynomial:
     num_bonds: int
 
     @classmethod
-    def of(cls, terms: Iterable[tuple[float, Sequence[int]]], num_bonds: int) -> SizePolynomial:
+    def from_terms(cls, terms: Iterable[tuple[float, Sequence[int]]], num_bonds: int) -> SizePolynomial:
         """Return the polynomial of (constant, bonds) pairs."""
         listed = list(terms)
-        bonds = [[*places, *[num_bonds] * (3 - len(places))] for _, places in listed]
+        bonds = [[*indices, *[num_bonds] * (3 - len(indices))] for _, indices in listed]
         coefficients = torch.tensor([float(constant) for constant, _ in listed], dtype=torch.float64)
         return cls(coefficients, torch.tensor(bonds, dtype=torch.int64).view(-1, 3), num_bonds)
 
@@ -53,7 +51,7 @@ class SizePolynomial:
 
     def __call__(self, ranks: Tensor) -> Tensor:
         """Return the size at these ranks, (bonds), as a 0-D tensor of their dtype."""
-        padded = torch.cat([ranks, ranks.new_ones(1)])
+        padded = torch.cat([ranks, ranks.new_ones(1)])  # index `num_bonds` is the constant 1
         # Not prod: its gradient synchronizes to look for zeros, which graph capture does not allow.
         one, two, three = padded[self.bonds].unbind(1)
         return (one * two * three * self.coefficients.to(ranks.dtype)).sum()
@@ -74,8 +72,7 @@ def parameter_terms(sizes: Sequence[int], first_bond: int) -> list[Term]:
     """
     last = len(sizes) - 1
     return [
-        (size, [first_bond + bond for bond in (place - 1, place) if 0 <= bond < last])
-        for place, size in enumerate(sizes)
+        (size, [first_bond + bond for bond in (core - 1, core) if 0 <= bond < last]) for core, size in enumerate(sizes)
     ]
 
 
@@ -92,34 +89,18 @@ def byte_terms(ranks: Sequence[int], core_bytes: Callable[[int, int, int], float
         first_bond: index of the chain's first inner bond among all bonds.
     """
     last = len(ranks) - 2
-    found: list[Term] = []
-    for place, (left, right) in enumerate(pairwise(ranks)):
-        lows = [max(1, rank // 2) for rank in (left, right)]
-        both, low_left, low_right, low = (
-            core_bytes(place, *pair) for pair in ((left, right), (lows[0], right), (left, lows[1]), lows)
-        )
-        spans = [rank - least or 1 for rank, least in zip((left, right), lows, strict=True)]
-        product = (both - low_left - low_right + low) / (spans[0] * spans[1])
-        by_left = (both - low_left) / spans[0] - product * right
-        by_right = (both - low_right) / spans[1] - product * left
-        rest = both - by_left * left - by_right * right - product * left * right
-        bonds = [first_bond + bond if 0 <= bond < last else None for bond in (place - 1, place)]
+    terms: list[Term] = []
+    for core, (left, right) in enumerate(pairwise(ranks)):
+        # bytes = product * left * right + by_left * left + by_right * right + rest, through four points.
+        half_left, half_right = max(1, left // 2), max(1, right // 2)
+        at_full, at_half_left = core_bytes(core, left, right), core_bytes(core, half_left, right)
+        at_half_right, at_half = core_bytes(core, left, half_right), core_bytes(core, half_left, half_right)
+        span_left, span_right = left - half_left or 1, right - half_right or 1
+        product = (at_full - at_half_left - at_half_right + at_half) / (span_left * span_right)
+        by_left = (at_full - at_half_left) / span_left - product * right
+        by_right = (at_full - at_half_right) / span_right - product * left
+        rest = at_full - by_left * left - by_right * right - product * left * right
+        bonds = [first_bond + bond if 0 <= bond < last else None for bond in (core - 1, core)]
         for constant, own in ((product, bonds), (by_left, bonds[:1]), (by_right, bonds[1:]), (rest, [])):
-            found.append((constant, [bond for bond in own if bond is not None]))
-    return found
-
-
-def flop_terms(network: Network, num_tokens: int, first_bond: int) -> list[Term]:
-    """Return the terms of the FLOPs per token, forward and backward, in the best order at these ranks.
-
-    Args:
-        network: modes and ranks.
-        num_tokens: tokens per step; the cost of merging is divided by it.
-        first_bond: index of the chain's first inner bond among all bonds.
-    """
-    last = len(network.sizes)
-    plan = best_plan(network, num_tokens)
-    return [
-        (6.0 * macs / num_tokens, [first_bond + bond - 1 for bond in bonds if 0 < bond < last])
-        for macs, bonds in rank_factors(network, plan)
-    ]
+            terms.append((constant, [bond for bond in own if bond is not None]))
+    return terms

@@ -38,6 +38,7 @@ def slice_parameter(
         optimizer: optimizer whose state of the parameter is sliced as well, or None.
         holders: objects with more state of the parameter.
     """
+    # State first, while the parameter still has its old shape.
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
             _slice_state(holder, param, dim, index)
@@ -67,30 +68,33 @@ def _slice_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, dim: int
     owner = _find_owner(optimizer, param)
     if owner is None:
         return
+    # CAME and others know the layout of their state; other optimizers keep tensors of the parameter's shape.
     if callable(getattr(owner, "slice_state", None)):
         owner.slice_state(param, dim, index)  # type: ignore[attr-defined]
         return
     state = owner.state.get(param)
     if not state:
         return
-    cut = {key: _slice_entry(value, param, dim, index) for key, value in state.items()}
-    if any(value is None and state[key] is not None for key, value in cut.items()):
+    sliced = {key: _slice_entry(value, param, dim, index) for key, value in state.items()}
+    if any(value is None and state[key] is not None for key, value in sliced.items()):
         logger.warning(
-            "%s keeps state that cannot be cut along a dim of its parameter %s; what it kept of it is dropped",
+            "%s keeps state that cannot be sliced along a dim of its parameter of shape %s; this state is dropped",
             type(owner).__name__,
             tuple(param.shape),
         )
         owner.state.pop(param)
         return
-    state.update(cut)
+    state.update(sliced)
 
 
 def _slice_entry(value: Any, param: Tensor, dim: int, index: Tensor) -> Any:
     """Return the slice of one state entry; None if it is not clear which values belong to which position."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | bool | str) else None
+    # State of the parameter's shape is sliced with it.
     if type(value) is Tensor and value.ndim == param.ndim > 0 and value.shape[dim] == param.shape[dim]:
         return value.index_select(dim, index)
+    # State that all positions share, such as a step count, stays.
     is_shared = value.ndim == 0 or value.numel() == 1 or (value.ndim == param.ndim and value.shape[dim] == 1)
     return value if type(value) is Tensor and is_shared else None
 
@@ -100,13 +104,13 @@ def _find_owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.
     neither.
     """
     for member in getattr(optimizer, "members", ()):
-        found = _find_owner(member, param)
-        if found is not None:
-            return found
+        owner = _find_owner(member, param)
+        if owner is not None:
+            return owner
     if hasattr(optimizer, "members"):
         return None
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):  # wrapped, such as accelerate's
         return _find_owner(inner, param)
-    held = any(other is param for group in optimizer.param_groups for other in group["params"])
-    return optimizer if held else None
+    has_param = any(other is param for group in optimizer.param_groups for other in group["params"])
+    return optimizer if has_param else None

@@ -164,7 +164,7 @@ def test_warnings_of_a_recipe_are_given_once(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "scantling"):
             work()
-        assert caplog.text.count("decides on no layer") == 1
+        assert caplog.text.count("selects no layer") == 1
 
 
 def machine_files(root: Path, files: dict[str, str]) -> Path:

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from scantling.comm import config
 from scantling.distributed.context import DEVICES
-from scantling.tensor import formats, replace
 from scantling.tensor import options as tensor_options
+from scantling.tensor import replace
 from scantling.trainer.recipe import schema
 from scantling.trainer.tasks import TASKS
 
@@ -18,7 +18,7 @@ from scantling.trainer.tasks import TASKS
 @pytest.mark.parametrize(
     ("section", "key", "choices"),
     [
-        (schema.TensorSection, "format", formats.Format),
+        (schema.TensorSection, "format", tensor_options.Format),
         (schema.TensorSection, "init", replace.Init),
         (schema.TensorSection, "unit", tensor_options.Unit),
     ],

@@ -106,7 +106,7 @@ def test_exported_tt_model_can_be_trained_further(tmp_path: Path) -> None:
     assert second.metrics["eval_loss"] == pytest.approx(first.metrics["eval_loss"], abs=1e-6)
     plan = json.loads((second.run_dir / "plan.json").read_text())
     assert plan["num_parameters"] == first.metrics["num_parameters"]
-    with pytest.raises(UserError, match="come with their weights only"):
+    with pytest.raises(UserError, match="describes TT layers; give a folder that has their weights"):
         sc.train({**given, "model": {**given["model"], "pretrained": False}}, run_dir=tmp_path / "third")
     export_hf(first.run_dir, tmp_path / "dense", dense=True)
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
@@ -156,14 +156,14 @@ def test_optimizers_resume_bitwise_across_rank_removal(tmp_path: Path, optim: di
 
 def test_evaluation_merges_cores_once_for_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
-    gated = TTLayer.gated
+    gated = TTLayer.gated_cores
 
     def record_merged(self: TTLayer) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
             kept.append(self._merged_kept is not None)
         return gated(self)
 
-    monkeypatch.setattr(TTLayer, "gated", record_merged)
+    monkeypatch.setattr(TTLayer, "gated_cores", record_merged)
     sc.train(recipe(tmp_path, tensor={"rank": 4}, train={"steps": 1}), run_dir=tmp_path / "run")
     assert any(kept)
 
@@ -255,7 +255,7 @@ def test_invalid_tensor_sections_are_refused(tmp_path: Path) -> None:
     for tensor, message in (
         ({"rank": 4, "adapt": 0.3}, "tensor.adapt: has no effect without tensor.size_target"),
         ({"size_target": 0.5, "adapt": 100}, "tensor.adapt: is longer than the run of 12 steps"),
-        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is not known .did you mean 'gamma'"),
+        ({"size_target": 0.5, "adapter": {"gama": 1.0}}, "tensor.adapter.gama: is unknown .did you mean 'gamma'"),
         (
             {"size_target": 0.5, "adapter": {"beta": -1.0}},
             "tensor.adapter.beta: must be a finite number of at",
@@ -264,14 +264,14 @@ def test_invalid_tensor_sections_are_refused(tmp_path: Path) -> None:
         ({"size_target": 0.5, "adapt": 4, "adapter": {"begin": 5}}, "tensor.adapter.begin: must be below steps=4"),
         ({"num_modes": 6}, "tensor.num_modes"),
         ({"format": "colla"}, "tensor.format"),
-        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: format 'cola' is of matrices"),
+        ({"format": "cola", "num_modes": 3}, "tensor.num_modes: given num_modes=3 with format='cola'"),
         ({"format": "tt-silu", "init": "svd"}, "tensor.init: svd needs a matrix"),
         ({"ranks": 4}, "tensor.ranks: .*did you mean 'rank'"),
     ):
         with pytest.raises(RecipeError, match=message):
             sc.train(recipe(tmp_path, tensor={"rank": 4, **tensor}), run_dir=tmp_path / "run")
     for tensor, message in (
-        ({"rank": {"*nowhere*": 4}}, "choose none of its .* layers"),
+        ({"rank": {"*nowhere*": 4}}, "select none of its .* layers"),
         ({"rank": 4, "size_target": 1e-6}, "one rank on every bond"),
     ):
         with pytest.raises(UserError, match=message):

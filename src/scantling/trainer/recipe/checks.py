@@ -294,8 +294,7 @@ def _check_schedule(content: Content) -> Iterator[Fault]:
 
 
 def _check_tensor(content: Content) -> Iterator[Fault]:
-    from scantling.tensor.formats import FORMATS, linear_options
-    from scantling.tensor.options import RankOptions
+    from scantling.tensor.options import FORMATS, RankOptions, linear_options
 
     tensor, train = get_section(content, "tensor"), get_section(content, "train")
     if not tensor:
