@@ -82,13 +82,13 @@ def read_through(
 
 def _content_stats(path: Path, dtype: Any, stamp: Any, progress: Progress, _: Path) -> dict[str, Any]:
     """Return the cached facts of one file."""
-    whole, found, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
+    ids, largest, digest = MappedArray(path, dtype.name), 0, hashlib.blake2b(digest_size=16)
     progress.start(f"reading {path}", path.stat().st_size)
-    for at in range(0, len(whole), CHUNK):
-        part = whole[at : at + CHUNK]
-        found = max(found, int(part.max()))
+    for start in range(0, len(ids), CHUNK):
+        part = ids[start : start + CHUNK]
+        largest = max(largest, int(part.max()))
         digest.update(part)
         progress.advance(part.nbytes)
     progress.finish()
     refuse_changed(str(path), stamp, file_stamp(path))
-    return {"largest": found, "content": digest.hexdigest()}
+    return {"largest": largest, "content": digest.hexdigest()}

@@ -55,11 +55,11 @@ def train_bpe(
         finally:
             progress.finish()
         refuse_changed(source.name, scan.stamp, source.stamp())
-        found = backend.get_vocab_size()
-        if found < vocab_size:
+        num_ids = backend.get_vocab_size()
+        if num_ids < vocab_size:
             raise UserError(
-                f"data.tokenizer.bpe: the training documents give only {found} tokens, not {vocab_size}; "
-                f"set it to {found} or less, or give more text"
+                f"data.tokenizer.bpe: the training documents give only {num_ids} tokens, not {vocab_size}; "
+                f"set it to {num_ids} or less, or give more text"
             )
         backend = finish_backend(backend, use_regex=True, wrap=wrap)
         (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
@@ -88,17 +88,17 @@ def _train(vocab_size: int, texts: Iterator[str]) -> Any:
 
 def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress: Progress) -> Iterator[str]:
     """Yield the text of the sampled documents, `SAMPLE_BYTES` in total."""
-    document, left = 0, SAMPLE_BYTES
+    document, remaining = 0, SAMPLE_BYTES
     for piece in source.pieces():
         if document == len(sample):
             return  # the source has grown since its scan; `make` raises
         if sample[document]:
             for text in (piece.text, piece.pair):
-                if text and left > 0:
-                    yield text[:left]
+                if text and remaining > 0:
+                    yield text[:remaining]
                     size = len(text.encode("utf-8"))
-                    left -= size
+                    remaining -= size
                     progress.advance(size)
         document += piece.last
-        if left <= 0:
+        if remaining <= 0:
             return

@@ -73,14 +73,17 @@ class ClickFeatures:
             keys: (rows, categorical columns).
         """
         ids = np.empty(keys.shape, dtype=np.int64)
-        for place, (name, size) in enumerate(zip(self.categorical, self.table_sizes, strict=True)):
-            column, known = keys[:, place], self.known.get(name)
+        for index, (name, size) in enumerate(zip(self.categorical, self.table_sizes, strict=True)):
+            column, known = keys[:, index], self.known.get(name)
             if known is None:
-                ids[:, place] = column % np.uint64(size)
+                ids[:, index] = column % np.uint64(size)
             else:
-                found = np.searchsorted(known, column)
-                there = known[np.minimum(found, len(known) - 1)] == column if len(known) else np.zeros(len(ids), bool)
-                ids[:, place] = np.where(there, found + 1, UNKNOWN)
+                # an unseen key gets a position too, so compare the key at that position
+                positions = np.searchsorted(known, column)
+                is_known = (
+                    known[np.minimum(positions, len(known) - 1)] == column if len(known) else np.zeros(len(ids), bool)
+                )
+                ids[:, index] = np.where(is_known, positions + 1, UNKNOWN)
         return ids
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -104,10 +107,10 @@ class ClickFeatures:
         numbers = np.empty((rows, len(self.numeric)))
         keys = np.empty((rows, len(self.categorical)), dtype=np.uint64)
         try:
-            for place, name in enumerate(self.numeric):
-                numbers[:, place] = [parse_number(value) for value in columns[name]]
-            for place, name in enumerate(self.categorical):
-                keys[:, place] = category_keys(columns[name])
+            for index, name in enumerate(self.numeric):
+                numbers[:, index] = [parse_number(value) for value in columns[name]]
+            for index, name in enumerate(self.categorical):
+                keys[:, index] = category_keys(columns[name])
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"column '{name}' cannot be used: {error}") from None
         inputs = {"categorical": torch.from_numpy(self.ids(keys))}
@@ -184,9 +187,9 @@ def fit_features(
         moments.add(part.numbers)
         first = part.keys[0] if first is None else first
         varies |= (part.keys != first).any(axis=0)
-        for place, name in enumerate(categorical):
+        for index, name in enumerate(categorical):
             if name in counts:
-                counts[name].add(part.keys[:, place])
+                counts[name].add(part.keys[:, index])
     for names, changing in ((numeric, moments.varies), (categorical, varies)):
         for name, several in zip(names, changing, strict=True):
             if not several:
@@ -195,7 +198,7 @@ def fit_features(
                     "can be learned; leave it out of data.clicks"
                 )
     means, deviations = moments.result()
-    known = {name: found.keys(clicks.min_count) for name, found in counts.items()}
+    known = {name: count.keys(clicks.min_count) for name, count in counts.items()}
     sizes = tuple(clicks.num_rows(name) or len(known[name]) + 1 for name in categorical)
     return ClickFeatures(tuple(numeric), tuple(categorical), clicks.scaling, means, deviations, sizes, known)
 
@@ -221,18 +224,18 @@ class _Moments:
 
     def add(self, numbers: npt.NDArray[np.float32]) -> None:
         values = _transformed(numbers, self._scaling)
-        there = ~np.isnan(values)
-        counts = there.sum(axis=0)
-        means = np.where(there, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
-        squares = np.where(there, (values - means) ** 2, 0.0).sum(axis=0)
+        is_present = ~np.isnan(values)
+        counts = is_present.sum(axis=0)
+        means = np.where(is_present, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
+        squares = np.where(is_present, (values - means) ** 2, 0.0).sum(axis=0)
         total = np.maximum(self._counts + counts, 1)
         # pairwise update: M2 = M2_a + M2_b + delta^2 n_a n_b / (n_a + n_b)
         change = means - self._means
         self._means = self._means + change * counts / total
         self._squares = self._squares + squares + change**2 * self._counts * counts / total
         self._counts = self._counts + counts
-        self._low = np.minimum(self._low, np.where(there, values, np.inf).min(axis=0))
-        self._high = np.maximum(self._high, np.where(there, values, -np.inf).max(axis=0))
+        self._low = np.minimum(self._low, np.where(is_present, values, np.inf).min(axis=0))
+        self._high = np.maximum(self._high, np.where(is_present, values, -np.inf).max(axis=0))
 
     @property
     def varies(self) -> npt.NDArray[np.bool_]:
@@ -257,8 +260,8 @@ class _Counts:
     def add(self, column: Keys) -> None:
         keys, counts = np.unique(column, return_counts=True)
         both = np.concatenate([self._keys, keys])
-        self._keys, places = np.unique(both, return_inverse=True)
-        self._counts = np.bincount(places, np.concatenate([self._counts, counts]), len(self._keys)).astype(np.int64)
+        self._keys, inverse = np.unique(both, return_inverse=True)
+        self._counts = np.bincount(inverse, np.concatenate([self._counts, counts]), len(self._keys)).astype(np.int64)
 
     def keys(self, min_count: int) -> Keys:
         """Return the keys that occur at least `min_count` times, ascending."""

@@ -174,10 +174,10 @@ def _text_parts(path: Path, columns: Columns, *, criteo: bool) -> Iterator[_Part
         rows = csv_rows(path)
     _, header = next(rows)
     check_columns(columns.all, list(header), str(path))
-    places = [header.index(name) for name in columns.all]
+    indices = [header.index(name) for name in columns.all]
     while part := list(islice(rows, ROWS)):
         by_column = list(zip(*(values for _, values in part), strict=True))
-        yield _Part([by_column[place] for place in places], path, [line for line, _ in part])
+        yield _Part([by_column[index] for index in indices], path, [line for line, _ in part])
 
 
 def _parquet_parts(path: Path, columns: Columns) -> Iterator[_Part]:
@@ -220,10 +220,10 @@ class _Encoder:
             labels = given > self._above
         rows, split = len(label), len(names.numeric)
         numbers = np.empty((rows, split), dtype=np.float32)
-        for place, name in enumerate(names.numeric):
+        for index, name in enumerate(names.numeric):
             with np.errstate(over="ignore"):
-                numbers[:, place] = _parse_numbers(features[place], name, part.where)
-            bad = np.flatnonzero(np.isinf(numbers[:, place]))
+                numbers[:, index] = _parse_numbers(features[index], name, part.where)
+            bad = np.flatnonzero(np.isinf(numbers[:, index]))
             if len(bad):
                 row = int(bad[0])
                 raise UserError(
@@ -231,8 +231,8 @@ class _Encoder:
                     f"{describe_type(features[place][row])}"
                 )
         keys = np.empty((rows, len(names.categorical)), dtype=np.uint64)
-        for place, name in enumerate(names.categorical):
-            keys[:, place] = self._hashed(features[split + place], name, part.where)
+        for index, name in enumerate(names.categorical):
+            keys[:, index] = self._hashed(features[split + index], name, part.where)
         return Block(labels[labeled].astype(np.uint8), numbers[labeled], keys[labeled], int(rows - labeled.sum()))
 
     def _hashed(self, values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[int]:

@@ -121,5 +121,5 @@ def check_clicks(files: ClickFiles) -> None:
 
 def empty_log_error(files: ClickFiles, unlabeled: int) -> UserError:
     """Return the error for a click log with this many unlabeled rows, and no others."""
-    left = f"{unlabeled} rows, none with a label" if unlabeled else "it has no rows"
-    return UserError(f"{files.name}: the click log is empty: {left}")
+    reason = f"{unlabeled} rows, none with a label" if unlabeled else "it has no rows"
+    return UserError(f"{files.name}: the click log is empty: {reason}")

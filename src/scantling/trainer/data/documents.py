@@ -99,13 +99,13 @@ def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
     stamp = source.stamp()
     key = fingerprint(["scan", FORMAT, stamp])
     entry = cache.get("scans", key, lambda folder: _write_scan(source, stamp, folder, progress))
-    names, places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
+    names, label_places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
     return Scan(
         np.fromfile(entry.path / "digests", dtype=np.uint64),
         np.fromfile(entry.path / "sizes", dtype=np.int64),
         np.fromfile(entry.path / "labels", dtype=np.int32),
         label_names=names,
-        label_places=places,
+        label_places=label_places,
         content=entry.meta["content"],
         stamp=stamp,
     )
@@ -114,7 +114,7 @@ def scan(source: Source, cache: Cache, progress: Progress) -> Scan:
 def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) -> dict[str, Any]:
     digests, sizes, labels = array("Q"), array("q"), array("i")
     label_ids: dict[str, int] = {}
-    places: list[str] = []
+    label_places: list[str] = []
     content = hashlib.sha256()
     digest = hashlib.blake2b(digest_size=16)
     size, blank = 0, True
@@ -134,7 +134,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
                 continue
             if piece.label is not None and piece.label not in label_ids:
                 label_ids[piece.label] = len(label_ids)
-                places.append(piece.where)
+                label_places.append(piece.where)
                 if len(label_ids) > MAX_LABELS:
                     raise UserError(f"{piece.where}: more than {MAX_LABELS} labels; is it the label column?")
             bits = digest.digest()
@@ -153,7 +153,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))
     write_array(folder / "sizes", np.array(sizes, dtype=np.int64))
     write_array(folder / "labels", np.array(labels, dtype=np.int32))
-    (folder / "labels.json").write_text(json.dumps([list(label_ids), places]), encoding="utf-8")
+    (folder / "labels.json").write_text(json.dumps([list(label_ids), label_places]), encoding="utf-8")
     return {"content": content.hexdigest()}
 
 

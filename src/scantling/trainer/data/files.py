@@ -44,17 +44,17 @@ def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None =
     Raises:
         UserError: a file is missing, or a folder or glob has none.
     """
-    found: list[Path] = []
+    expanded: list[Path] = []
     for given in [paths] if isinstance(paths, str) else paths:
         path = expand_path(given)
         if path.is_file():
-            found.append(path)
+            expanded.append(path)
         elif path.is_dir() and endings is not None:
             files = sorted(_files_in(path, (*endings,)))
             if not files:
                 which = "" if "" in endings else f" that ends in {' or '.join(endings)}"
                 raise UserError(f"{key}: there is no file in the folder {given}{which}; give files or a glob")
-            found += files
+            expanded += files
         elif path.is_dir():
             raise UserError(f"{key}: {given} is a folder; give files or a glob, such as {path / '*'}")
         elif glob.has_magic(given):
@@ -62,11 +62,11 @@ def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None =
             files = [Path(match) for match in matches if Path(match).is_file()]
             if not files:
                 raise UserError(f"{key}: no file matches {given}")
-            found += files
+            expanded += files
         else:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(with_hint(f"{key}: file not found: {given}", path.name, siblings))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(expanded))
 
 
 def _files_in(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:

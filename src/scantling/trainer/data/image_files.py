@@ -86,8 +86,8 @@ def image_source(section: DataSection, *, validation: bool = False) -> ImageSour
     if path.is_file() and path.suffix.lower() == ".npz":
         return ImageArrays(path)
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    found = "is neither a folder nor an .npz file" if path.exists() else "is not there"
-    text = f"{key}: {given} {found}; give a folder of images by class, an .npz file or '{DIGITS}'"
+    problem = "is neither a folder nor an .npz file" if path.exists() else "is not there"
+    text = f"{key}: {given} {problem}; give a folder of images by class, an .npz file or '{DIGITS}'"
     raise UserError(with_hint(text, path.name, [DIGITS, *siblings]))
 
 

@@ -105,31 +105,31 @@ def prepare_images(
     cache, progress = cache or Cache(), progress or NoProgress()
     shape = section.image_shape
     source = image_source(section)
-    path, found = _read(source, shape, cache, progress)
+    path, scan_result = _read(source, shape, cache, progress)
     share = 0.0 if section.validation is not None else section.heldout
-    sides = split(found, heldout=share, max_bytes=None, seed=seed, name=source.name, unit="image")
-    labels = label_set(section, found, sides, source.name)
-    heldout, held_by, seen = None, None, 0
-    facts = ["images", FORMAT, found.content, shape, fingerprint_array(sides), labels]
+    sides = split(scan_result, heldout=share, max_bytes=None, seed=seed, name=source.name, unit="image")
+    labels = label_set(section, scan_result, sides, source.name)
+    heldout, held_by, num_seen = None, None, 0
+    facts = ["images", FORMAT, scan_result.content, shape, fingerprint_array(sides), labels]
     if (sides == HELDOUT).any():
-        heldout, held_by = _select(path, shape, found, sides == HELDOUT, labels), "image"
+        heldout, held_by = _select(path, shape, scan_result, sides == HELDOUT, labels), "image"
     if section.validation is not None:
         held_source = image_source(section, validation=True)
-        held_path, held_found = _read(held_source, shape, cache, progress)
-        check_labels(labels, held_found, held_source.name)
-        held_sides = assign_all(held_found, HELDOUT)
-        heldout, held_by = _select(held_path, shape, held_found, held_sides == HELDOUT, labels), "files"
-        facts.append(held_found.content)
-        seen = int(np.isin(held_found.digests, found.digests).sum())
-        if seen:
-            logger.warning("%d of %d held-out images are also among the training images", seen, len(held_found))
-    train = _select(path, shape, found, sides == TRAIN, labels)
+        held_path, held_scan = _read(held_source, shape, cache, progress)
+        check_labels(labels, held_scan, held_source.name)
+        held_sides = assign_all(held_scan, HELDOUT)
+        heldout, held_by = _select(held_path, shape, held_scan, held_sides == HELDOUT, labels), "files"
+        facts.append(held_scan.content)
+        num_seen = int(np.isin(held_scan.digests, scan_result.digests).sum())
+        if num_seen:
+            logger.warning("%d of %d held-out images are also among the training images", num_seen, len(held_scan))
+    train = _select(path, shape, scan_result, sides == TRAIN, labels)
     info = {
         "source": source.name,
         "train": {"images": len(train)},
         "heldout": None if heldout is None else {"images": len(heldout)},
         "heldout_by": held_by,
-        "heldout_seen": seen,
+        "heldout_seen": num_seen,
         "shape": list(shape),
         "cache": str(path),
         "fingerprint": fingerprint(facts),
@@ -137,10 +137,10 @@ def prepare_images(
     return PreparedImages(train, heldout, labels, info)
 
 
-def _select(path: Path, shape: Shape, found: Scan, which: npt.NDArray[np.bool_], labels: list[str]) -> ImageSet:
-    ids = np.array([labels.index(name) if name in labels else -1 for name in found.label_names], dtype=np.int64)
+def _select(path: Path, shape: Shape, scan_result: Scan, which: npt.NDArray[np.bool_], labels: list[str]) -> ImageSet:
+    ids = np.array([labels.index(name) if name in labels else -1 for name in scan_result.label_names], dtype=np.int64)
     numbers = np.flatnonzero(which)
-    return ImageSet(MappedArray(path / "pixels", "uint8"), shape, numbers, ids[found.labels[numbers]])
+    return ImageSet(MappedArray(path / "pixels", "uint8"), shape, numbers, ids[scan_result.labels[numbers]])
 
 
 def _read(source: ImageSource, shape: Shape, cache: Cache, progress: Progress) -> tuple[Path, Scan]:
@@ -148,16 +148,16 @@ def _read(source: ImageSource, shape: Shape, cache: Cache, progress: Progress) -
     stamp = source.stamp()
     key = fingerprint(["images", FORMAT, shape, stamp])
     entry = cache.get("images", key, lambda folder: _write(source, stamp, shape, folder, progress))
-    names, places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
+    names, label_places = json.loads((entry.path / "labels.json").read_text(encoding="utf-8"))
     digests = np.fromfile(entry.path / "digests", dtype=np.uint64)
     sizes = np.full(len(digests), prod(shape), dtype=np.int64)
     labels = np.fromfile(entry.path / "labels", dtype=np.int32)
-    return entry.path, Scan(digests, sizes, labels, names, places, entry.meta["content"])
+    return entry.path, Scan(digests, sizes, labels, names, label_places, entry.meta["content"])
 
 
 def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress: Progress) -> dict[str, Any]:
     digests, labels = array("Q"), array("i")
-    places: dict[str, str] = {}
+    label_places: dict[str, str] = {}
     ids: dict[str, int] = {}
     content = hashlib.sha256()
     progress.start(f"reading {source.name}", None)
@@ -170,7 +170,7 @@ def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress
                 content.update(digest + picture.label.encode(errors="backslashreplace") + b"\0")
                 digests.append(int.from_bytes(digest[:8], "little"))
                 labels.append(ids.setdefault(picture.label, len(ids)))
-                places.setdefault(picture.label, picture.where)
+                label_places.setdefault(picture.label, picture.where)
                 if len(ids) > MAX_LABELS:
                     raise UserError(f"{picture.where}: more than {MAX_LABELS} labels; are they the labels?")
                 progress.advance(pixels.size)
@@ -181,5 +181,5 @@ def _write(source: ImageSource, stamp: Any, shape: Shape, folder: Path, progress
         raise UserError(f"{source.name}: there are no labeled images in it")
     write_array(folder / "digests", np.array(digests, dtype=np.uint64))
     write_array(folder / "labels", np.array(labels, dtype=np.int32))
-    (folder / "labels.json").write_text(json.dumps([list(ids), list(places.values())]), encoding="utf-8")
+    (folder / "labels.json").write_text(json.dumps([list(ids), list(label_places.values())]), encoding="utf-8")
     return {"content": content.hexdigest()}

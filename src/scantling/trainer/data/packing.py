@@ -82,6 +82,6 @@ def document_positions(windows: npt.NDArray[np.int64], start_id: int) -> npt.NDA
     Returns:
         Positions, (batch, seq_len). transformers limits attention to each run of consecutive positions.
     """
-    places = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
-    begins = np.where(windows == start_id, places, 0)
-    return places - np.maximum.accumulate(begins, axis=1)
+    positions = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
+    begins = np.where(windows == start_id, positions, 0)
+    return positions - np.maximum.accumulate(begins, axis=1)

@@ -82,42 +82,42 @@ def prepare(
     """
     cache, progress = cache or Cache(), progress or NoProgress()
     source, held_source = training_source(section), validation_source(section)
-    found = scan(source, cache, progress)
+    scan_result = scan(source, cache, progress)
     share, max_bytes, held_by = 0.0 if held_source is not None else section.heldout, section.max_bytes, "files"
     if share and not pairs:
-        used = split(found, heldout=0.0, max_bytes=max_bytes, seed=seed, name=source.name)
-        if (parts := split_document(source, found, used, share)) is not None:
+        used = split(scan_result, heldout=0.0, max_bytes=max_bytes, seed=seed, name=source.name)
+        if (parts := split_document(source, scan_result, used, share)) is not None:
             (source, held_source), share, max_bytes, held_by = parts, 0.0, None, "end of the document"
-            found = scan(source, cache, progress)
-    sides = split(found, heldout=share, max_bytes=max_bytes, seed=seed, name=source.name)
-    labels = label_set(section, found, sides, source.name) if pairs and labeled else [] if pairs else None
-    tokenizer = _tokenizer(section, source, found, sides, cache, progress, wrap=wrap)
+            scan_result = scan(source, cache, progress)
+    sides = split(scan_result, heldout=share, max_bytes=max_bytes, seed=seed, name=source.name)
+    labels = label_set(section, scan_result, sides, source.name) if pairs and labeled else [] if pairs else None
+    tokenizer = _tokenizer(section, source, scan_result, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
     marks = NO_MARKS if pairs else window_marks(tokenizer) if wrap else document_marks(tokenizer)
     if not pairs and marks == NO_MARKS:
         tokenizer.require("packing documents", "eos")
     maker = _Maker(tokenizer, labels, marks, cache, progress)
-    entry, meta = maker.entry(source, found, sides)
+    entry, meta = maker.entry(source, scan_result, sides)
     train = open_store(entry, "train", meta)
     heldout = open_store(entry, "heldout", meta) if (sides == HELDOUT).any() else None
-    content, seen = entry.name, 0
+    content, num_seen = entry.name, 0
     if held_source is not None:
-        held_found = scan(held_source, cache, progress)
-        check_labels(labels, held_found, held_source.name)
-        held_entry, held_meta = maker.entry(held_source, held_found, assign_all(held_found, HELDOUT))
+        held_scan = scan(held_source, cache, progress)
+        check_labels(labels, held_scan, held_source.name)
+        held_entry, held_meta = maker.entry(held_source, held_scan, assign_all(held_scan, HELDOUT))
         heldout = open_store(held_entry, "heldout", held_meta)
         content = fingerprint([entry.name, held_entry.name])
-        seen = int(np.isin(held_found.digests[held_found.sizes > 0], found.digests[sides == TRAIN]).sum())
-        if seen:
+        num_seen = int(np.isin(held_scan.digests[held_scan.sizes > 0], scan_result.digests[sides == TRAIN]).sum())
+        if num_seen:
             logger.warning(
-                "%d of %d held-out documents are also among the training documents", seen, heldout.num_documents
+                "%d of %d held-out documents are also among the training documents", num_seen, heldout.num_documents
             )
     info = {
         "source": source.name,
         "train": train.counts(),
         "heldout": None if heldout is None else heldout.counts(),
         "heldout_by": None if heldout is None else held_by if held_source is not None else "document",
-        "heldout_seen": seen,
+        "heldout_seen": num_seen,
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
         "cache": str(entry),
         "fingerprint": content,
@@ -128,7 +128,7 @@ def prepare(
 def _tokenizer(
     section: DataSection,
     source: Source,
-    found: Scan,
+    scan_result: Scan,
     sides: Sides,
     cache: Cache,
     progress: Progress,
@@ -136,11 +136,11 @@ def _tokenizer(
     wrap: bool,
 ) -> Tokenizer:
     if isinstance(section.tokenizer, BpeTokenizer):
-        return train_bpe(section.tokenizer.bpe, source, found, sides, cache, progress, wrap=wrap)
+        return train_bpe(section.tokenizer.bpe, source, scan_result, sides, cache, progress, wrap=wrap)
     return ByteTokenizer(wrap=wrap) if section.tokenizer == "bytes" else load_tokenizer(section.tokenizer)
 
 
-def label_set(section: DataSection, found: Scan, sides: Sides, name: str) -> list[str]:
+def label_set(section: DataSection, scan_result: Scan, sides: Sides, name: str) -> list[str]:
     """Return the labels in the order of their ids: as given, or the sorted labels of the training documents.
 
     Raises:
@@ -151,32 +151,32 @@ def label_set(section: DataSection, found: Scan, sides: Sides, name: str) -> lis
         for number, label in enumerate(labels):
             if label in labels[:number]:
                 raise UserError(f"data.labels: '{label}' is given twice")
-        check_labels(labels, found, name)
+        check_labels(labels, scan_result, name)
     else:
-        used = np.unique(found.labels[sides == TRAIN])
-        labels = [found.label_names[index] for index in used if index >= 0]
+        used = np.unique(scan_result.labels[sides == TRAIN])
+        labels = [scan_result.label_names[index] for index in used if index >= 0]
         numbers = all(label.removeprefix("-").isascii() and label.removeprefix("-").isdigit() for label in labels)
         labels.sort(key=int if numbers else None)
-        held = np.unique(found.labels[sides == HELDOUT])
-        check_labels(labels, found, name, held, "occurs only in held-out documents")
+        held = np.unique(scan_result.labels[sides == HELDOUT])
+        check_labels(labels, scan_result, name, held, "occurs only in held-out documents")
     if len(labels) < 2:
         raise UserError(f"{name}: classification needs two or more labels; given {', '.join(labels) or 'none'}")
     return labels
 
 
 def check_labels(
-    labels: list[str] | None, found: Scan, name: str, which: Any = None, problem: str = "is not in the label set"
+    labels: list[str] | None, scan_result: Scan, name: str, which: Any = None, problem: str = "is not in the label set"
 ) -> None:
     """Raise if a label is outside the set, with the location of the first one."""
     if labels is None:
         return
-    for index in range(len(found.label_names)) if which is None else which:
-        label = found.label_names[index]
+    for index in range(len(scan_result.label_names)) if which is None else which:
+        label = scan_result.label_names[index]
         if label not in labels:
             allowed = ", ".join(labels[:20]) + (", ..." if len(labels) > 20 else "")
-            text = f"{found.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
-            told = with_hint(text, label, labels)
-            raise UserError(f"{text}; list all labels in data.labels" if told == text and which is not None else told)
+            text = f"{scan_result.label_places[index] or name}: the label '{label}' {problem}; allowed: {allowed}"
+            hint = with_hint(text, label, labels)
+            raise UserError(f"{text}; list all labels in data.labels" if hint == text and which is not None else hint)
 
 
 @dataclass(frozen=True)
@@ -189,18 +189,20 @@ class _Maker:
     cache: Cache
     progress: Progress
 
-    def entry(self, source: Source, found: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
-        sources = [found.content, fingerprint_array(sides), self.tokenizer.fingerprint]
+    def entry(self, source: Source, scan_result: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
+        sources = [scan_result.content, fingerprint_array(sides), self.tokenizer.fingerprint]
         facts = ["tokens", FORMAT, *sources, self.labels, astuple(self.marks)]
-        entry = self.cache.get("tokens", fingerprint(facts), lambda folder: self._write(source, found, sides, folder))
+        entry = self.cache.get(
+            "tokens", fingerprint(facts), lambda folder: self._write(source, scan_result, sides, folder)
+        )
         return entry.path, entry.meta
 
-    def _write(self, source: Source, found: Scan, sides: Sides, folder: Path) -> dict[str, Any]:
+    def _write(self, source: Source, scan_result: Scan, sides: Sides, folder: Path) -> dict[str, Any]:
         dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         pairs = self.labels is not None
         label_ids = {label: number for number, label in enumerate(self.labels or [])}
         present = [side for side in (TRAIN, HELDOUT) if (sides == side).any()]
-        self.progress.start(f"tokenising {source.name}", int(found.sizes[sides != UNUSED].sum()))
+        self.progress.start(f"tokenising {source.name}", int(scan_result.sizes[sides != UNUSED].sum()))
         with ExitStack() as stack:
             writers = {
                 side: stack.enter_context(StoreWriter(folder, NAMES[side], dtype, pairs=pairs, marks=self.marks))
@@ -210,8 +212,8 @@ class _Maker:
             for batch in _batches(source, sides):
                 self._encode(batch, writers, sides, label_ids)
                 self.progress.advance(sum(len((piece.text + (piece.pair or "")).encode()) for _, piece in batch))
-        refuse_changed(source.name, found.stamp, source.stamp())
-        sizes = {NAMES[side]: int(found.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
+        refuse_changed(source.name, scan_result.stamp, source.stamp())
+        sizes = {NAMES[side]: int(scan_result.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
         return {"dtype": dtype, "pairs": pairs, "bytes": sizes}
 
     def _encode(

@@ -70,24 +70,24 @@ class Sampler:
         size = self.batch_size
         begin = -epoch * self.num_samples % size  # these complete the last batch of the previous epoch
         result = order.copy()
-        whole = (self.num_samples - begin) // size
-        for number, first in enumerate(range(0, whole, BUCKET_BATCHES)):
-            count = min(BUCKET_BATCHES, whole - first)
-            place = slice(begin + first * size, begin + (first + count) * size)
-            group = order[place]
+        num_batches = (self.num_samples - begin) // size
+        for number, first in enumerate(range(0, num_batches, BUCKET_BATCHES)):
+            count = min(BUCKET_BATCHES, num_batches - first)
+            window = slice(begin + first * size, begin + (first + count) * size)
+            group = order[window]
             batches = group[np.argsort(self.lengths[group], kind="stable")].reshape(count, size)
-            result[place] = batches[permutation(count, key64("bucket", self.seed, epoch, number))].ravel()
+            result[window] = batches[permutation(count, key64("bucket", self.seed, epoch, number))].ravel()
         return result
 
     def next_batch(self) -> Indices:
         """Return the next global batch."""
         epochs, indices = [], []
-        left = self.batch_size
-        while left:
-            part = self.order(self._epoch)[self._index : self._index + left]
+        remaining = self.batch_size
+        while remaining:
+            part = self.order(self._epoch)[self._index : self._index + remaining]
             epochs.append(np.full(len(part), self._epoch, dtype=np.int64))
             indices.append(part)
-            left -= len(part)
+            remaining -= len(part)
             self.skip(len(part))
         return Indices(np.concatenate(epochs), np.concatenate(indices))
 

@@ -76,13 +76,13 @@ def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.N
     if len(groups) == 1:
         return np.zeros(len(digests), dtype=bool)
     chosen = np.zeros(len(groups), dtype=bool)
-    left = min(target, len(digests) - int(counts.min()))
+    remaining = min(target, len(digests) - int(counts.min()))
     # greedy: a group of identical documents that is too large for the remaining share is skipped
     for group in order:
-        if counts[group] <= left:
+        if counts[group] <= remaining:
             chosen[group] = True
-            left -= int(counts[group])
-            if left == 0:
+            remaining -= int(counts[group])
+            if remaining == 0:
                 break
     # every group exceeds the share: hold out the smallest one
     if not chosen.any():
@@ -90,19 +90,19 @@ def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.N
     return chosen[members]
 
 
-def split_document(source: Source, found: Scan, sides: Sides, share: float) -> tuple[Source, Source] | None:
+def split_document(source: Source, scan: Scan, sides: Sides, share: float) -> tuple[Source, Source] | None:
     """Return the beginning and the end of the only document in use; None if there are more, or it is too short.
 
     Args:
         source: plain text.
-        found: the scan of its documents.
+        scan: the scan of its documents.
         sides: which documents are used.
         share: share of the document's bytes to put into the end, rounded up.
     """
     used = np.flatnonzero(sides == TRAIN)
     if len(used) != 1:
         return None
-    document, size = int(used[0]), int(found.sizes[used[0]])
+    document, size = int(used[0]), int(scan.sizes[used[0]])
     cut = size - math.ceil(share * size)
     if not 0 < cut < size:
         return None
@@ -127,20 +127,20 @@ class _Part(Source):
         document = position = 0
         for piece in self._source.pieces():
             if document == self._document:
-                place = self._cut_index(piece.text, self._cut - position)
+                index = self._cut_index(piece.text, self._cut - position)
                 position += len(piece.text.encode())
-                text = piece.text[place:] if self._is_end else piece.text[:place]
+                text = piece.text[index:] if self._is_end else piece.text[:index]
                 yield replace(piece, text=text, last=piece.last)
             document += piece.last
 
-    def _cut_index(self, text: str, left: int) -> int:
-        """Return the index in a piece at which the document is split, `left` bytes after the piece begins."""
-        place = len(text.encode()[: max(0, left)].decode(errors="ignore"))
-        if not 0 < place < len(text):
-            return place
+    def _cut_index(self, text: str, remaining: int) -> int:
+        """Return the index in a piece at which the document is split, `remaining` bytes after the piece begins."""
+        index = len(text.encode()[: max(0, remaining)].decode(errors="ignore"))
+        if not 0 < index < len(text):
+            return index
         for mark in "\n ":
-            before = text.rfind(mark, max(0, place - self._near), place) + 1
-            after = text.find(mark, place, place + self._near) + 1
-            if places := [each for each in (before, after) if 0 < each < len(text)]:
-                return min(places, key=lambda each: abs(each - place))
-        return place
+            before = text.rfind(mark, max(0, index - self._near), index) + 1
+            after = text.find(mark, index, index + self._near) + 1
+            if candidates := [each for each in (before, after) if 0 < each < len(text)]:
+                return min(candidates, key=lambda each: abs(each - index))
+        return index

@@ -269,12 +269,12 @@ def columns(fields: Fields) -> list[str]:
     return list(dict.fromkeys(name for name in (fields.text, fields.pair, fields.label) if name is not None))
 
 
-def check_columns(names: Iterable[str], there: Sequence[str], where: str) -> None:
+def check_columns(names: Iterable[str], available: Sequence[str], where: str) -> None:
     """Raise if a column is missing, with the existing columns."""
     for name in names:
-        if name not in there:
-            known = ", ".join(there) or "none"
-            raise UserError(with_hint(f"{where}: no column '{name}'; columns: {known}", name, there))
+        if name not in available:
+            listed = ", ".join(available) or "none"
+            raise UserError(with_hint(f"{where}: no column '{name}'; columns: {listed}", name, available))
 
 
 def to_piece(row: Mapping[str, Any], fields: Fields, where: str) -> Piece:

@@ -420,21 +420,21 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         UserError: there is no tokenizer, or it is not a fast tokenizer.
     """
-    place = expand_path(path)
-    if place.is_file():
-        return _from_file(place)
+    location = expand_path(path)
+    if location.is_file():
+        return _from_file(location)
     hint = did_you_mean(path, ["bytes"])
     if hint is None and is_hub_name(path):
         try:
-            place = hub_folder(path)
+            location = hub_folder(path)
         except UserError as error:
             raise UserError(f"data.tokenizer: {error}; give bytes, {{bpe: SIZE}}, or a local folder") from None
-    if not place.is_dir():
+    if not location.is_dir():
         hint = hint or "give bytes, {bpe: SIZE}, a local folder or tokenizer.json, or a name on the Hub"
         raise UserError(f"data.tokenizer: no such file or folder: {path} ({hint})")
     from transformers import AutoTokenizer
 
-    with _refusing_damage(place), without_byte_order_marks(place) as readable:
+    with _refusing_damage(location), without_byte_order_marks(location) as readable:
         loaded = AutoTokenizer.from_pretrained(str(readable), trust_remote_code=False, local_files_only=True)
     loaded.name_or_path = path
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -442,15 +442,15 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"data.tokenizer: {path} is not a fast tokenizer (it has no tokenizer.json); convert it first")
     names = {key: getattr(loaded, f"{key}_token", None) for key in ROLES}
     specials = {key: str(token) for key, token in names.items() if token is not None}
-    with _refusing_damage(place):
+    with _refusing_damage(location):
         return FastTokenizer(backend, specials, path, literal=False, wrapped=loaded)
 
 
 @contextmanager
-def _refusing_damage(place: Path) -> Iterator[None]:
+def _refusing_damage(location: Path) -> Iterator[None]:
     """Check a tokenizer's files and turn errors over them into a UserError."""
     try:
-        check_tokenizer(place)
+        check_tokenizer(location)
         yield
     except UserError as error:
         raise UserError(f"data.tokenizer: {error}") from None
@@ -458,7 +458,7 @@ def _refusing_damage(place: Path) -> Iterator[None]:
         if not _is_damage(error):
             raise
         raise UserError(
-            f"data.tokenizer: cannot load a tokenizer from {_culprit(place)}: {first_line(error)[:300]}"
+            f"data.tokenizer: cannot load a tokenizer from {_culprit(location)}: {first_line(error)[:300]}"
         ) from None
 
 
@@ -467,21 +467,21 @@ def _is_damage(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _culprit(place: Path) -> str:
+def _culprit(location: Path) -> str:
     """Return the name of the file that prevents loading a tokenizer, with the reason."""
     from tokenizers import Tokenizer as Backend
 
-    if not place.is_dir():
-        return str(place)
-    if not (place / "tokenizer.json").exists():
-        return f"{place}, which has no tokenizer.json"
+    if not location.is_dir():
+        return str(location)
+    if not (location / "tokenizer.json").exists():
+        return f"{location}, which has no tokenizer.json"
     try:
-        Backend.from_str((place / "tokenizer.json").read_text(encoding="utf-8-sig"))
+        Backend.from_str((location / "tokenizer.json").read_text(encoding="utf-8-sig"))
     except BaseException as error:
         if not _is_damage(error):
             raise
-        return str(place / "tokenizer.json")
-    return f"{place}: tokenizer.json and tokenizer_config.json do not fit each other"
+        return str(location / "tokenizer.json")
+    return f"{location}: tokenizer.json and tokenizer_config.json do not fit each other"
 
 
 USUAL = {

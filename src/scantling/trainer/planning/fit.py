@@ -118,7 +118,7 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     held = planned.weight_bytes + planned.gradient_bytes + (planned.optimizer_state_bytes or 0)
     held += planned.residual_bytes
     peak, micro = planned.peak_memory_bytes, recipe.micro_batch_size(planned.world_size)
-    found = Fit(
+    fit = Fit(
         None if peak is None else processes * peak,
         processes * held,
         processes,
@@ -127,10 +127,10 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
         available,
         micro,
     )
-    if not search or found.fits is not False or found.is_impossible or available is None:
-        return found
+    if not search or fit.fits is not False or fit.is_impossible or available is None:
+        return fit
     return replace(
-        found, largest_micro_batch_size=_largest_micro_batch(recipe, planned, available // processes, task_data)
+        fit, largest_micro_batch_size=_largest_micro_batch(recipe, planned, available // processes, task_data)
     )
 
 

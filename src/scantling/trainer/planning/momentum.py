@@ -26,16 +26,16 @@ def optimizer_groups(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> list[d
     off = _turned_off(recipe)
     if not off:
         return list(groups)
-    found = []
+    split_groups = []
     for group in groups:
         by_blocks: dict[bool, list[Any]] = {True: [], False: []}
         for entry in group["params"]:
             param = entry[1] if isinstance(entry, tuple) else entry
             by_blocks[is_block_matrix(tuple(param.shape), param.numel(), group["role"])].append(entry)
-        found += [
+        split_groups += [
             {**group, "params": params, **(off if large else {})} for large, params in by_blocks.items() if params
         ]
-    return found
+    return split_groups
 
 
 def note_on_momentum(recipe: Recipe) -> str | None:
@@ -47,8 +47,8 @@ def note_on_momentum(recipe: Recipe) -> str | None:
         return f"matrices have the momentum of the exchange and none of {name} ({what}); to change that give {keys}"
     # `betas` of an optimizer for matrices belong to AdamW, which steps the vectors
     beside = ("betas",) if name.lower() in FOR_MATRICES else ()
-    found = own_momentum({key: value for key, value in given.items() if key not in beside})
-    return describe_momentum(name, *found) if found is not None and _exchanges_momentum(recipe) else None
+    momentum = own_momentum({key: value for key, value in given.items() if key not in beside})
+    return describe_momentum(name, *momentum) if momentum is not None and _exchanges_momentum(recipe) else None
 
 
 def _exchanges_momentum(recipe: Recipe) -> bool:

@@ -127,8 +127,8 @@ class Plan:
 
     def _title(self) -> str:
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        place = {"cpu": "on the CPU", "cuda": "on a GPU" if self.world_size == 1 else "on a GPU each"}[self.device]
-        return f"plan of {self.name}, {processes} {place}"
+        where = {"cpu": "on the CPU", "cuda": "on a GPU" if self.world_size == 1 else "on a GPU each"}[self.device]
+        return f"plan of {self.name}, {processes} {where}"
 
     def table(self) -> Table:
         """Return the plan as a table for a terminal."""

@@ -82,9 +82,9 @@ def bag_accuracy(
             bias -= LR * error.sum(0) / np.sqrt(bias_squares)
     correct, labels = 0, heldout.labels()
     for at in range(0, len(chosen), BATCH):
-        numbers = chosen[at : at + BATCH]
-        batch = _Bags([_features(heldout, int(number), tokenizer, size) for number in numbers])
-        correct += int((batch.scores(weights, bias).argmax(1) == labels[numbers]).sum())
+        indices = chosen[at : at + BATCH]
+        batch = _Bags([_features(heldout, int(index), tokenizer, size) for index in indices])
+        correct += int((batch.scores(weights, bias).argmax(1) == labels[indices]).sum())
     return correct / len(chosen)
 
 
@@ -109,8 +109,8 @@ def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, 
     squares = np.where(counts > 0, np.einsum("cp,cp->c", means, means), np.inf)
     correct, step = 0, max(1, PIXELS // prod(train.shape))
     for at in range(0, len(heldout), step):
-        numbers = range(at, min(at + step, len(heldout)))
-        images = np.stack([heldout[number].pixels.ravel() for number in numbers]).astype(np.float64)
+        indices = range(at, min(at + step, len(heldout)))
+        images = np.stack([heldout[index].pixels.ravel() for index in indices]).astype(np.float64)
         correct += int(((squares - 2 * (images @ means.T)).argmin(1) == heldout.labels[at : at + step]).sum())
     return correct / len(heldout)
 
@@ -140,7 +140,7 @@ class _Bags:
 
     def gradient(self, error: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
         """Return the features that occur, (rows,), and the gradient of their weights, (rows, labels)."""
-        rows, places = np.unique(self._features, return_inverse=True)
+        rows, inverse = np.unique(self._features, return_inverse=True)
         gradient = np.zeros((len(rows), error.shape[1]))
-        np.add.at(gradient, places, (error * self._scale)[self._documents])
+        np.add.at(gradient, inverse, (error * self._scale)[self._documents])
         return rows, gradient

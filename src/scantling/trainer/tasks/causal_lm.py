@@ -64,8 +64,8 @@ def _builds(auto_class: Any, config: Any) -> bool:
     """Return True if an Auto class has a model of this configuration itself, not only of its text part."""
     if type(config) not in auto_class._model_mapping:
         return False
-    found = auto_class._model_mapping[type(config)]
-    kinds = found if isinstance(found, tuple | list) else (found,)
+    models = auto_class._model_mapping[type(config)]
+    kinds = models if isinstance(models, tuple | list) else (models,)
     return any(kind.config_class is type(config) for kind in kinds)
 
 

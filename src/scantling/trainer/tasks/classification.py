@@ -100,7 +100,7 @@ class PaddedTexts:
         length = padded_length(lengths, self.multiple, self.seq_len)
         inputs = {
             "input_ids": pad_rows([ids for ids, _ in joined], pad, length, left=left),
-            "attention_mask": pad_rows([np.ones(own, dtype=np.int64) for own in lengths], 0, length, left=left),
+            "attention_mask": pad_rows([np.ones(num_ids, dtype=np.int64) for num_ids in lengths], 0, length, left=left),
             "token_type_ids": pad_rows([types for _, types in joined], 0, length, left=left),
         }
         labels = torch.tensor([item.label for _, _, item in examples], dtype=torch.long)
@@ -175,8 +175,8 @@ class Classification(Task):
         ids, pair_ids, _ = data.train[0]
         short = LabeledText(ids[:8], None if pair_ids is None else pair_ids[:8], 0)
         long = short._replace(ids=np.concatenate([short.ids, short.ids]))
-        found: list[torch.Tensor] = []
-        hook = model.register_forward_hook(lambda _module, _inputs, output: found.append(output.logits[:1]))
+        logits_seen: list[torch.Tensor] = []
+        hook = model.register_forward_hook(lambda _module, _inputs, output: logits_seen.append(output.logits[:1]))
         try:
             with eval_mode(model), torch.random.fork_rng([]):
                 for rows in ([short], [short, long]):
@@ -185,7 +185,7 @@ class Classification(Task):
             return False
         finally:
             hook.remove()
-        alone, padded = found
+        alone, padded = logits_seen
         return bool((alone - padded).abs().max() > 1e-3 * alone.abs().max())
 
     def probe(self, config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -44,11 +44,11 @@ class ClickBatches:
         store = self.store
         if self.held_store is not None and rows[0] >= len(store):
             store, rows = self.held_store, rows - len(store)
-        taken = store.take(rows)
-        inputs = {"categorical": torch.from_numpy(self.features.ids(taken.keys))}
+        selected = store.take(rows)
+        inputs = {"categorical": torch.from_numpy(self.features.ids(selected.keys))}
         if self.features.numeric:
-            inputs["numeric"] = torch.from_numpy(self.features.scaled(taken.numbers))
-        labels = torch.from_numpy(taken.labels.astype(np.float32))
+            inputs["numeric"] = torch.from_numpy(self.features.scaled(selected.numbers))
+        labels = torch.from_numpy(selected.labels.astype(np.float32))
         return Batch(inputs, labels, num_targets=len(rows), num_tokens=len(rows))
 
 
@@ -168,8 +168,8 @@ def auc(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float | None:
 
     positive = labels > 0.5
     clicks = int(positive.sum())
-    others = len(positive) - clicks
-    if not clicks or not others:
+    non_clicks = len(positive) - clicks
+    if not clicks or not non_clicks:
         return None
     ranks = float(rankdata(scores)[positive].sum())
-    return (ranks - clicks * (clicks + 1) / 2) / (clicks * others)
+    return (ranks - clicks * (clicks + 1) / 2) / (clicks * non_clicks)

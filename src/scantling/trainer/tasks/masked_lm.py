@@ -67,15 +67,15 @@ class MaskedWindows:
         ids = np.asarray(self.template.fill(window)[0], dtype=np.int64)
         key = key64("mask", self.seed, epoch, index)
         # stateless draws: each position has four counters, and uses three of them
-        place = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
-        draw = np.where(self.is_special[ids], 1.0, uniform(place, key))
+        counters = np.arange(len(ids), dtype=np.uint64) * np.uint64(4)
+        draw = np.where(self.is_special[ids], 1.0, uniform(counters, key))
         chosen = draw < self.probability
         if not chosen.any() and (draw < 1.0).any():
             chosen[draw.argmin()] = True
         labels = np.where(chosen, ids, IGNORED)
         # of the targets: 80 % mask token, 10 % random token, 10 % unchanged
-        kind = uniform(place + np.uint64(1), key)
-        other = self.words[(mix64(place + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
+        kind = uniform(counters + np.uint64(1), key)
+        other = self.words[(mix64(counters + np.uint64(2), key) % np.uint64(len(self.words))).astype(np.int64)]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, other, ids))
         return np.where(chosen, hidden, ids), labels
 

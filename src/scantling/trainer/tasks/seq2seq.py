@@ -130,10 +130,10 @@ class Seq2Seq(Task):
         tokenizer.require(self.name, *NEEDS)
         length = window_length(data, tokenizer)
         collate = CorruptedWindows(tokenizer, _spans(data), seed)
-        found = bin_data(
+        task_data = bin_data(
             data, length=length, stride=length, collate=lambda _: collate, tokenizer=tokenizer, progress=progress
         )
-        return replace(found, vocab_size=found.vocab_size + self.extra_ids(data, tokenizer))
+        return replace(task_data, vocab_size=task_data.vocab_size + self.extra_ids(data, tokenizer))
 
     def extra_ids(self, data: DataSection, tokenizer: Tokenizer | None) -> int:
         if data.fields.pair is not None or (tokenizer is not None and tokenizer.sentinel_ids):
@@ -164,8 +164,8 @@ class Seq2Seq(Task):
 
 def sentinel_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     """Return the ids of the sentinels that replace hidden spans, in the order of the spans."""
-    own = tokenizer.sentinel_ids or range(tokenizer.vocab_size, tokenizer.vocab_size + NUM_SENTINELS)
-    return np.array(own, dtype=np.int64)
+    ids = tokenizer.sentinel_ids or range(tokenizer.vocab_size, tokenizer.vocab_size + NUM_SENTINELS)
+    return np.array(ids, dtype=np.int64)
 
 
 def window_length(data: DataSection, tokenizer: Tokenizer) -> int:
@@ -181,11 +181,11 @@ def window_length(data: DataSection, tokenizer: Tokenizer) -> int:
             f"data.seq_len = {data.seq_len} and data.target_len = {target_length(data)} leave no room for text next to "
             f"a sentinel and {specials} special tokens"
         )
-    spans, there = _spans(data).counts(length)[1], len(sentinel_ids(tokenizer))
-    if spans > there:
+    spans, num_sentinels = _spans(data).counts(length)[1], len(sentinel_ids(tokenizer))
+    if spans > num_sentinels:
         raise UserError(
-            f"data.seq_len = {data.seq_len} gives {spans} spans, and {tokenizer.name} has {there} sentinels; lower it "
-            "or data.mask_probability, or raise data.span_length"
+            f"data.seq_len = {data.seq_len} gives {spans} spans, and {tokenizer.name} has {num_sentinels} sentinels; "
+            "lower it or data.mask_probability, or raise data.span_length"
         )
     return length
 

@@ -80,5 +80,5 @@ class Spans:
 
 def _random_lengths(total: int, parts: int, key: int) -> Tokens:
     """Return random lengths of at least 1 that sum to `total`, (parts,); with `total` 0, one part may be empty."""
-    places = np.sort(permutation(max(total - 1, 0), key)[: parts - 1]) + 1
-    return np.diff(np.concatenate([[0], places, [total]])).astype(np.int64)
+    cuts = np.sort(permutation(max(total - 1, 0), key)[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]])).astype(np.int64)
