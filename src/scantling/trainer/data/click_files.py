@@ -228,7 +228,7 @@ class _Encoder:
                 row = int(bad[0])
                 raise UserError(
                     f"{part.where(row)}: column '{name}' must hold values within the range of fp32; given "
-                    f"{describe_type(features[place][row])}"
+                    f"{describe_type(features[index][row])}"
                 )
         keys = np.empty((rows, len(names.categorical)), dtype=np.uint64)
         for index, name in enumerate(names.categorical):
