@@ -57,7 +57,7 @@ from scantling.comm.param_groups import (
     make_groups,
     parameter_names,
 )
-from scantling.comm.residuals import Residuals, check_state_keys
+from scantling.comm.residuals import Residuals, check_state_keys, fill_zeros
 from scantling.comm.transport.group import as_replica_group
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
@@ -273,7 +273,7 @@ class MomentumExchange:
         """
         params = self.residuals.params
         if not self._in_flight:
-            return self._take_pending()
+            return self.residuals.take_pending()
         received = self._in_flight.receive()
         self.nonfinite_ranks = sorted({rank for _, (_, ranks) in received for rank in ranks})
         self.wire_bytes += self._in_flight.wire_bytes
@@ -289,7 +289,7 @@ class MomentumExchange:
                         value = self.residuals.update_dense_momentum(block_group, idx, value, message.step)
                     momentum[idx] = value
                 self.residuals.subtract(block_group, outcome, message.step)
-        result, pending = _fill_zeros(momentum, params), self._take_pending()
+        result, pending = fill_zeros(momentum, params), self.residuals.take_pending()
         if pending is None:
             return result
         triples = zip(result, pending, params, strict=True)
@@ -304,7 +304,7 @@ class MomentumExchange:
         previous, failure = self._receive_or_failure()
         self._failure = None
         if not self.config.delay:  # of a state that was saved with `delay`: add it to this step's result
-            self._set_pending(previous)
+            self.residuals.set_pending(previous)
             previous = None
         if self.replicas.step is not None:
             self.step = self.replicas.step
@@ -414,7 +414,7 @@ class MomentumExchange:
             elif self.replicas.world_size == 1:  # nothing has left: the gradients stay in the residuals
                 self._open_step, self._failure = None, step.failure
                 self._in_flight.clear()
-                self._set_pending(step.previous)
+                self.residuals.set_pending(step.previous)
             else:
                 error.add_note(
                     "gradients have been sent already, and the other replicas wait for the rest: end this step with "
@@ -460,7 +460,7 @@ class MomentumExchange:
         result, self._failure = self._receive_or_failure()
         self._flushed = self.wire_bytes, self.nonfinite_ranks
         self.wire_bytes, self.nonfinite_ranks = last
-        self._set_pending(result)
+        self.residuals.set_pending(result)
 
     def discard_pending(self) -> None:
         """Wait for exchanges in flight and discard them, before a state is loaded. Replicas are compared again."""
@@ -475,15 +475,6 @@ class MomentumExchange:
             return self._receive(), self._failure
         except NonFiniteError as error:
             return None, error
-
-    def _set_pending(self, result: list[Tensor] | None) -> None:
-        for param, value in zip(self.residuals.params, result or [], strict=False):
-            self.state.setdefault(param, {})["pending"] = value
-
-    def _take_pending(self) -> list[Tensor] | None:
-        params = self.residuals.params
-        pending = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
-        return _fill_zeros(pending, params) if any(value is not None for value in pending) else None
 
     @torch.no_grad()
     def transfer_state(self, other: MomentumExchange) -> None:
@@ -511,8 +502,6 @@ class MomentumExchange:
         """
         self.flush()
         self.residuals.slice(param, dim, index)
-        if "pending" in self.state.get(param, {}):
-            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the state of this replica alone: its residuals, by the names of their parameters."""
@@ -544,9 +533,7 @@ class MomentumExchange:
     def shared_state_dict(self) -> dict[str, Any]:
         """Return the state that all replicas share: the number of steps, and with `delay` the pending result."""
         self.flush()
-        pairs = zip(parameter_names(self.param_groups), self.residuals.params, strict=True)
-        pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
-        return {"step": self.step, "pending": {name: value for name, value in pending.items() if value is not None}}
+        return {"step": self.step, "pending": self.residuals.pending_state_dict()}
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `shared_state_dict` returned on any replica.
@@ -561,10 +548,7 @@ class MomentumExchange:
         self.residuals.check_tensors("momentum", pending)
         self.discard_pending()
         self.step = int(state_dict["step"])
-        for name, param in zip(parameter_names(self.param_groups), self.residuals.params, strict=True):
-            self.state.get(param, {}).pop("pending", None)
-            if name in pending:
-                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
+        self.residuals.load_pending_state_dict(pending)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states, for a replica that saves its own file."""
@@ -635,19 +619,6 @@ class MomentumExchange:
 def _missing(layout: Layout) -> list[set[int]]:
     """Return the indices of all parameters of each bucket."""
     return [set(bucket.params) for bucket in layout.buckets]
-
-
-def _fill_zeros(values: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros for parameters without a value, which are frozen, empty on this process, or new."""
-    return [_zeros_like(param) if value is None else value for value, param in zip(values, params, strict=True)]
-
-
-def _zeros_like(param: Tensor) -> Tensor:
-    """Return fp32 zeros like the local shard of a parameter; for a frozen one they take no memory."""
-    part = to_local(param)
-    if param.requires_grad:
-        return torch.zeros_like(part, dtype=torch.float32)
-    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
 def _local_gradient(param: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Error-feedback state of all parameters: the part of the momentum of a replica that it has not sent yet.
+"""Error-feedback state of all parameters: the part of a replica's momentum that it has not sent yet.
 
     accumulate    M <- decay M + g               before an exchange
     subtract      M <- M - DCT^-1(q)             after it, for the coefficients q that are part of the mean
@@ -39,11 +39,11 @@ MAX_AVERAGED_NUMEL = 1 << 24
 
 
 class Residuals:
-    """Residuals of all parameters, kept in the state of an optimizer or an exchange.
+    """Residuals of all parameters, and with `delay` the pending result, in the state of an optimizer or an exchange.
 
     Args:
         param_groups: groups with all options.
-        state: by parameter; the entries `KEYS` are read and written.
+        state: by parameter; the entries `KEYS` and `pending` are read and written.
         config: options of the exchange.
     """
 
@@ -204,8 +204,33 @@ class Residuals:
                     residual = self.read(params[slot.param])
                     yield slot.param, residual if all_finite([residual]) else torch.zeros_like(residual)
 
+    def set_pending(self, result: Sequence[Tensor] | None) -> None:
+        """Store a result of an exchange that is applied in a later step."""
+        for param, value in zip(self.params, result or [], strict=False):
+            self.state.setdefault(param, {})["pending"] = value
+
+    def take_pending(self) -> list[Tensor] | None:
+        """Remove and return the pending result, if there is one."""
+        params = self.params
+        pending = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+        return fill_zeros(pending, params) if any(value is not None for value in pending) else None
+
+    def pending_state_dict(self) -> dict[str, Tensor]:
+        """Return the pending result by the names of the parameters; empty without one."""
+        pairs = zip(parameter_names(self.param_groups), self.params, strict=True)
+        return {name: self.state[param]["pending"] for name, param in pairs if "pending" in self.state.get(param, {})}
+
+    def load_pending_state_dict(self, pending: Mapping[str, Tensor]) -> None:
+        """Load a pending result, which replaces the current one."""
+        for name, param in zip(parameter_names(self.param_groups), self.params, strict=True):
+            self.state.get(param, {}).pop("pending", None)
+            if name in pending:
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
+
     def slice(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Keep some indices, 1-D int64, of one dim of a parameter's residual."""
+        """Keep some indices, 1-D int64, of one dim of a parameter's residual and pending result."""
+        if "pending" in self.state.get(param, {}):
+            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
         if param in self:
             idx = next(idx for idx, each in enumerate(self.params) if each is param)
             self._write(idx, self.read(param).index_select(dim, index))
@@ -252,6 +277,19 @@ class Residuals:
     def _write(self, idx: int, value: Tensor, seed: int | None = None) -> None:
         param, group = self.params[idx], group_by_param(self.param_groups)[idx]
         self.write(param, value, residual_format(param, group), seed)
+
+
+def fill_zeros(values: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros for parameters without a value, which are frozen, empty on this process, or new."""
+    return [zeros_like_local(param) if value is None else value for value, param in zip(values, params, strict=True)]
+
+
+def zeros_like_local(param: Tensor) -> Tensor:
+    """Return fp32 zeros like the local shard of a parameter; for a frozen one they take no memory."""
+    part = to_local(param)
+    if param.requires_grad:
+        return torch.zeros_like(part, dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
 def rounding_seed(step: int, turn: int, idx: int) -> int:
