@@ -162,8 +162,6 @@ class MomentumExchange:
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         return self.residuals.state
 
-    # ---- one exchange ----
-
     @torch.no_grad()
     def exchange(self) -> bool:
         """Accumulate each `.grad`, exchange, and replace `.grad` by the decoded momentum.
@@ -199,6 +197,7 @@ class MomentumExchange:
         """
         step = self._open_step or self._begin_step()
         self._open_step = None
+        # Equations 1 to 3, for the buckets that `overlap` has not sent in the backward pass.
         while step.next_bucket < len(step.missing):
             self._send_bucket(step)
         if self.config.overlap:  # when the step began, there were no gradients yet
@@ -208,6 +207,7 @@ class MomentumExchange:
             return None
         if step.failure is not None:
             raise step.failure
+        # Equations 4 and 5: with `delay`, `_begin_step` has received the previous step's result.
         return step.previous if self.config.delay else self._receive()
 
     def _send_bucket(self, step: OpenStep) -> None:
@@ -218,19 +218,23 @@ class MomentumExchange:
         gradients = {idx: _local_gradient(params[idx]) for idx in bucket.params}
         valid = self._are_finite(gradients)
         self.local_nonfinite |= not valid
+        # Between exchanges, gradients only accumulate (1). A dense exchange keeps no local momentum.
         if not step.is_due:
             for block_group in bucket.block_groups if layout.strategy != "dense" else ():
                 self.residuals.accumulate(block_group, gradients, self.step, valid=valid)
             if not valid and bucket.block_groups:
                 logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
             return
+        # Accumulate and select (1, 2). An invalid bucket still sends zeros: all ranks must run the same collectives.
         selected = [self._select(block_group, gradients, layout, valid=valid) for block_group in bucket.block_groups]
+        # A residual can overflow although all gradients are finite: start it from zero.
         if valid and layout.strategy != "dense" and not all_finite(values for _, values in selected):
             logger.warning("step %d, rank %d: a residual is NaN or Inf; reset to zero", self.step, self.replicas.rank)
             for idx in bucket.params:
                 self.residuals.discard(params[idx])
             valid, self.local_nonfinite = False, True
             selected = [self._select(each, gradients, layout, valid=False) for each in bucket.block_groups]
+        # The header makes a message of another step, layout or bucket an error instead of a wrong update.
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
         exchange = partial(
@@ -255,11 +259,13 @@ class MomentumExchange:
         if not valid:
             zeros = block_group.zeros(to_local(params[block_group.slots[0].param]).device)
             return (None, zeros.to(DTYPES[codec.values])) if layout.strategy == "dense" else codec.select(zeros)
+        # Dense: the gradients themselves, in the dtype to send.
         if layout.strategy == "dense":
             indices = [slot.param for slot in block_group.slots]
             given = ((idx, gradients[idx]) for idx in indices)
             dense = {idx: torch.zeros_like(to_local(params[idx])) if grad is None else grad for idx, grad in given}
             return None, block_group.to_blocks(dense).to(DTYPES[codec.values])
+        # On a GPU, one kernel for equations 1 and 2.
         fused = self.residuals.accumulate_and_select(block_group, gradients)
         if fused is not None:
             return fused
@@ -284,18 +290,18 @@ class MomentumExchange:
         momentum: list[Tensor | None] = [None] * len(params)
         for message, (outcomes, _) in received:
             for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):
+                # (5) Decode the mean of all replicas: a few coefficients per block.
                 for idx, value in block_group.decode_sparse(*outcome.mean):
                     if is_dense:
                         value = self.residuals.update_dense_momentum(block_group, idx, value, message.step)
                     momentum[idx] = value
+                # (4) Subtract this replica's part of the mean.
                 self.residuals.subtract(block_group, outcome, message.step)
         result, pending = fill_zeros(momentum, params), self.residuals.take_pending()
         if pending is None:
             return result
         triples = zip(result, pending, params, strict=True)
         return [value + other if param.requires_grad else value for value, other, param in triples]
-
-    # ---- start of a step ----
 
     def _begin_step(self) -> OpenStep:
         """Receive the result of the previous step with `delay`, and compare replicas when due."""
@@ -306,6 +312,7 @@ class MomentumExchange:
         if not self.config.delay:  # of a state that was saved with `delay`: add it to this step's result
             self.residuals.set_pending(previous)
             previous = None
+        # A group that counts steps (torchft) decides the step, also of a replica that joins.
         if self.replicas.step is not None:
             self.step = self.replicas.step
         try:
@@ -322,6 +329,7 @@ class MomentumExchange:
         """Count the step, and run all collectives that come before its exchange: comparisons and averages."""
         params = self.residuals.params
         self._averaging.find_wrappers(self.replicas, params)
+        # The layout is compared before the step counts, so that a refused step can be repeated.
         layout = self._update_layout()
         self.step += 1
         if not self.config.overlap:
@@ -382,8 +390,6 @@ class MomentumExchange:
                 param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
             )
 
-    # ---- overlap with the backward pass ----
-
     @contextmanager
     def overlapped(self) -> Iterator[None]:
         """Context of the last backward pass before `exchange`, in which complete buckets are sent at once.
@@ -401,6 +407,7 @@ class MomentumExchange:
             return
         with torch.no_grad():
             step = self._open_step = self._open_step or self._begin_step()
+        # Each hook runs when the gradient of its parameter is complete.
         hooks = [
             param.register_post_accumulate_grad_hook(partial(self._on_gradient, idx))  # type: ignore[no-untyped-call]
             for idx, param in enumerate(self.residuals.params)
@@ -409,6 +416,7 @@ class MomentumExchange:
         try:
             yield
         except BaseException as error:
+            # Nothing was sent: the next backward pass starts the step from scratch.
             if step.next_bucket == 0:
                 step.missing = _missing(self._update_layout())
             elif self.replicas.world_size == 1:  # nothing has left: the gradients stay in the residuals
@@ -444,8 +452,6 @@ class MomentumExchange:
     def has_open_step(self) -> bool:
         """True if `overlapped` has begun a step that `exchange` has not ended."""
         return self._open_step is not None
-
-    # ---- results that are not applied yet, and the state ----
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -559,8 +565,6 @@ class MomentumExchange:
         check_state_keys(state_dict, "state_dict", ("local", "shared"))
         self.load_local_state_dict(state_dict["local"])
         self.load_shared_state_dict(state_dict["shared"])
-
-    # ---- layout and costs ----
 
     @property
     def strategy(self) -> Strategy:

@@ -110,6 +110,7 @@ class Residuals:
             if not valid:
                 continue
             lr = float(group["lr"]) if group["compat"] == "paper" else 1.0  # the published code accumulates lr g
+            # (1)  M <- decay M + g, in one pass over memory where possible
             if gradient is None:
                 residual.mul_(decay)
             elif lr == 1.0:
@@ -129,6 +130,7 @@ class Residuals:
             groups[idx]["compat"] == "paper" or groups[idx]["residual"] != "fp32" for idx in indices
         ):
             return None
+        # The kernel overwrites fp32 residuals in place; other formats need a decoded copy.
         residuals = [self.read(params[idx]) for idx in indices]
         given = [gradient for idx in indices if (gradient := gradients[idx]) is not None]
         if len(given) < len(indices) or not triton.can_select(block_group, residuals, given):
@@ -148,6 +150,7 @@ class Residuals:
         """
         if not keeps_residuals(block_group, self.config):
             return
+        # Decode each residual once, although coefficients may be added to it twice.
         params = self.params
         changed: dict[int, Tensor] = {}
 
@@ -156,6 +159,7 @@ class Residuals:
                 changed[idx] = self.read(params[idx])
             return changed[idx]
 
+        # (4)  M <- M - DCT^-1(q), and for an owner + DCT^-1(its rounding error of the mean)
         for coefficients, sign in ((outcome.applied, -1.0), (outcome.owner_error, 1.0)):
             if coefficients is not None:
                 block_group.add_sparse(*coefficients, sign, to=read)
@@ -190,6 +194,7 @@ class Residuals:
     def _average_batch(self, replicas: ReplicaGroup, batch: Sequence[tuple[int, Tensor]]) -> None:
         if not batch:
             return
+        # One flat buffer: few large collectives instead of one for each parameter.
         mean = replicas.all_reduce_mean(torch.cat([residual.flatten() for _, residual in batch]))
         parts = torch.split(mean, [residual.numel() for _, residual in batch])
         for (idx, residual), part in zip(batch, parts, strict=True):
@@ -321,6 +326,7 @@ def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     """Return int8 codes of the shape of `value`, and the scale of each row of `RESIDUAL_ROW` elements."""
     rows = split_blocks(value.flatten(), RESIDUAL_ROW)  # (rows, RESIDUAL_ROW)
     scale = rows.abs().amax(1)
+    # Seeded noise: a resumed run rounds as the uninterrupted one does.
     noise = None
     if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)
