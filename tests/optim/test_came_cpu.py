@@ -165,6 +165,11 @@ def test_layout_is_cached_until_tensors_change() -> None:
     layout = optimizer.param_step(group, param, 0).layout
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_step(optimizer.param_groups[0], param, 0).layout is not layout
+    other = nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    optimizer.param_groups[0]["params"] = [other]
+    optimizer.step()
+    assert list(optimizer._layouts) == [other]
 
 
 def test_c_step_skips_state_on_other_device() -> None:

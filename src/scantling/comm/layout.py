@@ -52,6 +52,8 @@ MAX_GROUP_NUMEL = 1 << 24
 """Elements of a block group, which bounds temporary memory; a larger parameter has its own group."""
 MAX_GROUP_NUMEL_CUDA = 1 << 26
 """The same on a GPU, where launches cost more than memory."""
+CODEC_NS_PER_ELEMENT = 21.0
+"""Time of one exchange without a network on a CPU core: benchmarks/results/comm-codec-cpu-2026-11-26.json."""
 MAX_BUCKETS = 8
 """Approximate number of messages with `overlap`: each costs collectives and launches, and the last is never hidden."""
 
@@ -329,6 +331,15 @@ def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
         residual_bytes(to_local(params[idx]).numel(), residual_format(params[idx], param_groups[idx]))
         for idx in _indices(groups, config)
     )
+
+
+def dense_crossover_mbit(world_size: int) -> float:
+    """Return the link speed in Mbit/s above which `exchange="dense"` is faster on CPUs, with one core per process.
+
+    There the all-reduce of everything in bf16 takes less time than the codec, whose own bytes are neglected.
+    """
+    bits = 2 * (world_size - 1) / world_size * 16  # sent per element
+    return 1e3 * bits / CODEC_NS_PER_ELEMENT
 
 
 def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
