@@ -148,7 +148,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if enabled:
             raise UserError(
-                f"sc.hf.attach: with {name} the Trainer averages gradients over all processes before its callbacks run; "
+                f"sc.hf.attach: with {name} the Trainer averages gradients over all processes before callbacks run; "
                 "use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a custom loop"
             )
     if trainer.args.fp16:
