@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from dated import dated, write
 from interleaved import ratio
-from optim_gpu import SIZES, in_turns
+from optim_gpu import SIZES, time_in_turns
 from torch import Tensor, nn
 
 import scantling as sc
@@ -175,7 +175,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     work["exchange"] = lambda: stepped(made, gradients)  # last, because it changes the residuals
     for one in work.values():
         one()
-    times = in_turns(work, rounds, device)
+    times = time_in_turns(work, rounds, device)
     rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
     sent = made.planned_wire_bytes(REPLICAS)
     print(
@@ -208,7 +208,7 @@ def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device:
         work[str(layers)] = run
         for _ in range(2):
             run()
-    times = in_turns(work, rounds, device)
+    times = time_in_turns(work, rounds, device)
     few, more = (float(np.median(times[str(layers)])) for layers in LAYERS)
     each = (more - few) / (LAYERS[1] - LAYERS[0])
     whole = few + (shape["num_hidden_layers"] - LAYERS[0]) * each

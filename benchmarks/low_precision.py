@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from dated import dated, write
 from interleaved import ratio, take_turns
-from optim_gpu import in_turns
+from optim_gpu import time_in_turns
 from torch import nn
 
 import scantling as sc
@@ -88,7 +88,9 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             continue
         work[name] = run
-    times = in_turns(work, options.rounds, device) if device == "cuda" else take_turns(work, options.rounds, warmup=1)
+    times = (
+        time_in_turns(work, options.rounds, device) if device == "cuda" else take_turns(work, options.rounds, warmup=1)
+    )
     for name, own in times.items():
         rows[name] = ratio(own, times[WHOLE])
         low, high = rows[name]["ratio_95"]

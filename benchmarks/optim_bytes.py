@@ -102,7 +102,7 @@ def shapes(name: str, sides: int = 1) -> list[Spec]:
     return CONVOLUTIONS.get(name) or resnet_specs()
 
 
-def cases(contender: Contender, dtype: str) -> list[tuple[str, str]]:
+def find_cases(contender: Contender, dtype: str) -> list[tuple[str, str]]:
     """Return the (shapes, device) pairs to count for an optimizer with weights of this dtype."""
     found = [("Llama-3-8B / 32", "cpu")]
     if not contender.name.endswith("operations"):
@@ -114,7 +114,7 @@ def cases(contender: Contender, dtype: str) -> list[tuple[str, str]]:
     return found
 
 
-def counted(contender: Contender, specs: list[Spec], dtype: str, device: str) -> Row:
+def count_bytes(contender: Contender, specs: list[Spec], dtype: str, device: str) -> Row:
     """Return the state of an optimizer after two steps and, on real tensors, the memory that a third step allocates."""
     hidden = next((spec.shape[1] for spec in specs if spec.role == "embedding"), 0)
     numel = sum(prod(spec.shape) for spec in specs)
@@ -150,7 +150,7 @@ def resident_peak(work: Callable[[], Any]) -> int:
     return peak_rss_bytes() - before
 
 
-def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[], None]]:
+def make_training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[], None]]:
     """Return a Llama with bf16 weights and released gradients, its optimizer, and a training step on two tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -163,7 +163,7 @@ def training(momentum: str, **config: int) -> tuple[nn.Module, CAME, Callable[[]
     return model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss.backward()
 
 
-def all_in(momentum: str, layers: int, vocab: int) -> Row:
+def measure_run_bytes(momentum: str, layers: int, vocab: int) -> Row:
     """Return the bytes alive at the peak of a training step: weights, state, and all that the step allocates.
 
     Activations of two tokens are negligible, but are counted. The resident set also includes allocations inside
@@ -171,10 +171,10 @@ def all_in(momentum: str, layers: int, vocab: int) -> Row:
     """
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
     # a first small step loads everything that loads once
-    training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()
+    make_training(momentum, **small, num_attention_heads=2, num_key_value_heads=1)[2]()
     base = rss_bytes()
     sides = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    model, optimizer, step = training(momentum, **sides, num_hidden_layers=layers, vocab_size=vocab)
+    model, optimizer, step = make_training(momentum, **sides, num_hidden_layers=layers, vocab_size=vocab)
     step()
     params = list(model.parameters())
     with ScratchMeter(optimizer) as meter:
@@ -198,7 +198,7 @@ def all_in(momentum: str, layers: int, vocab: int) -> Row:
     }
 
 
-def in_own_process(task: Row) -> Any:
+def run_in_own_process(task: Row) -> Any:
     command = [sys.executable, __file__, "--child", json.dumps(task)]
     settings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
@@ -208,14 +208,14 @@ def in_own_process(task: Row) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def child(task: Row) -> Any:
+def run_task(task: Row) -> Any:
     if "momentum" in task:
-        return all_in(**task)
+        return measure_run_bytes(**task)
     contender = next(each for each in CONTENDERS if each.name == task["optimizer"])
     rows = []
-    for name, device in cases(contender, task["weights"]):
+    for name, device in find_cases(contender, task["weights"]):
         sides = contender.sides if device == "cpu" else 1
-        row = counted(contender, shapes(name, sides), task["weights"], device)
+        row = count_bytes(contender, shapes(name, sides), task["weights"], device)
         rows.append({**task, "shapes": name, "device": device, "sides_divided_by": sides, **row})
     return rows
 
@@ -227,7 +227,7 @@ def find(rows: list[Row], optimizer: str, weights: str, name: str) -> Row:
     return {"error": "not run"}
 
 
-def aims(rows: list[Row], trained: list[Row]) -> list[Row]:
+def check_aims(rows: list[Row], trained: list[Row]) -> list[Row]:
     """Yield every aim with its value and limit; an unavailable value misses its aim."""
     found: list[Row] = []
 
@@ -302,30 +302,30 @@ def main() -> int:
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(options.child)))
+        print(json.dumps(run_task(options.child)))
         return 0
     names = options.only or [contender.name for contender in CONTENDERS]
     if options.read:
         report = json.loads(options.read.read_text(encoding="utf-8"))
-        judged = aims(report["state"], report["all_in"])
+        judged = check_aims(report["state"], report["all_in"])
         show(report["state"], report["all_in"], judged, names)
         return 0 if all(each["met"] for each in judged) else 1
     rows: list[Row] = []
     for name in names:
         for weights in DTYPES:
             task = {"optimizer": name, "weights": weights}
-            result = in_own_process(task)
+            result = run_in_own_process(task)
             rows += result if isinstance(result, list) else [{**task, "shapes": "all", **result}]
             print(f"{name}, {weights} weights: done", file=sys.stderr, flush=True)
     trained = []
     for model, (layers, vocab) in ALL_IN.items() if not options.only else ():
         for momentum in ALL_IN_LIMITS:
             task = {"momentum": momentum, "layers": layers, "vocab": vocab}
-            trained.append({"model": model, **task, **in_own_process(task)})
-    judged = aims(rows, trained)
+            trained.append({"model": model, **task, **run_in_own_process(task)})
+    judged = check_aims(rows, trained)
     report = dated(
         __file__,
-        packages=packages(),
+        packages=package_versions(),
         bert_config=BERT,
         bert_authors_gb=BERT_AUTHORS_GB,
         aims=judged,
@@ -338,7 +338,7 @@ def main() -> int:
     return 0 if all(each["met"] for each in judged) else 1
 
 
-def packages() -> dict[str, str | None]:
+def package_versions() -> dict[str, str | None]:
     """Return the versions of the compared packages; None if a package is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 

@@ -72,7 +72,7 @@ def run_one(spec: Spec) -> Line:
         factor = lr_factor(step, steps=steps, schedule="linear", warmup=0.1, min_ratio=0.0)
         for group in optimizer.param_groups:
             group["lr"] = spec["optim"]["lr"] * factor
-        inputs, labels = batched(tokenizer, [train[index] for index in order.next_batch().indices])
+        inputs, labels = collate(tokenizer, [train[index] for index in order.next_batch().indices])
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         if not torch.isfinite(loss):
             failure = {"dev_error": None, "eval_loss": None, "failure": f"step {step}: the loss is {float(loss)}"}
@@ -169,7 +169,7 @@ def length(example: Encoded) -> int:
     return max(map(len, example[0]))
 
 
-def batched(tokenizer: Any, examples: Sequence[Encoded]) -> tuple[dict[str, Any], Any]:
+def collate(tokenizer: Any, examples: Sequence[Encoded]) -> tuple[dict[str, Any], Any]:
     """Return inputs padded to the longest text, all first texts before all second ones, and the labels."""
     import torch
 
@@ -187,7 +187,7 @@ def evaluate(tokenizer: Any, model: Any, examples: list[Encoded]) -> tuple[float
     ordered = sorted(examples, key=length)
     with torch.no_grad():
         for first in range(0, len(ordered), 64):
-            inputs, labels = batched(tokenizer, ordered[first : first + 64])
+            inputs, labels = collate(tokenizer, ordered[first : first + 64])
             logits = model(inputs)
             correct += int((logits.argmax(-1) == labels).sum())
             loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
@@ -200,7 +200,7 @@ class Comparison:
     def __init__(self, task: str, changes: dict[str, int]) -> None:
         self.task, self.changes = task, changes
 
-    def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
+    def sweep_results(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
         """Return the dev-set error of each learning rate with seed 0."""
         return GRID.results(lines, lambda rate: run_spec(self.task, optimizer, rate, 0, **self.changes), "dev_error")
 
@@ -211,14 +211,14 @@ class Comparison:
         """Yield the run of each seed and optimizer at its best rate, for optimizers whose sweep has ended."""
         for seed in SEEDS:
             for name in COMPARED:
-                rate = GRID.best(self.swept(lines, name.removesuffix("-int8").removesuffix("-int4")))
+                rate = GRID.best(self.sweep_results(lines, name.removesuffix("-int8").removesuffix("-int4")))
                 if rate is not None:
                     yield run_spec(self.task, name, rate, seed, **self.changes)
 
     def report(self, lines: dict[str, Line]) -> None:
         print(f"\n{self.task}: error on the dev set by learning rate, seed 0\n{GRID.header()}")
         for name in SWEPT:
-            print(GRID.row(name, self.swept(lines, name)))
+            print(GRID.row(name, self.sweep_results(lines, name)))
         found: dict[str, dict[int, Line]] = {}
         for spec in self.finalists(lines):
             line = lines.get(spec_key(spec))

@@ -5,7 +5,7 @@
 
 All optimizers step the same parameters (those of a Llama of the given size) in turns, rounds in random order. Times are
 device times from events, after three steps of each optimizer. Ratios are medians over the rounds, relative to fused
-AdamW in the same round, once with bf16 and once with fp32 moments. `captured` replays the step from a CUDA graph.
+AdamW in the same round, once with bf16 and once with fp32 moments. "captured" replays the step from a CUDA graph.
 `scratch_bytes` is the memory that a step allocates in addition to parameters, gradients and state. With `--end-to-end`,
 `peak_bytes` is the peak of a training step without the state of the other optimizers, which stay in memory. The report
 lists peers that are not installed.
@@ -108,7 +108,7 @@ class Clock:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+def capture_graph(step: Callable[[], Any]) -> Callable[[], Any]:
     """Return a callable that replays a step from a CUDA graph and keeps its inputs, such as a batch, alive."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -146,13 +146,13 @@ def prepare(
             steps[name] = optimizer.step
             if device == "cuda" and name.startswith(("CAME", "AdamW fused")):
                 facts[f"{name}, captured"] = {"state_bytes": facts[name]["state_bytes"]}
-                steps[f"{name}, captured"] = captured(optimizer.step)
+                steps[f"{name}, captured"] = capture_graph(optimizer.step)
         except Exception as error:  # an unsupported peer is a result too
             facts.setdefault(name, {})["error"] = f"{type(error).__name__}: {error}"[:500]
     return steps, facts
 
 
-def in_turns(steps: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+def time_in_turns(steps: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
     for _ in range(rounds):
@@ -163,7 +163,7 @@ def in_turns(steps: dict[str, Callable[[], Any]], rounds: int, device: str) -> d
     return times
 
 
-def steps_alone(size: str, device: str, rounds: int) -> dict[str, Any]:
+def time_steps(size: str, device: str, rounds: int) -> dict[str, Any]:
     names, missing = peers()
     model = language_model(size, device)
     shapes = [tuple(param.shape) for param in model.parameters()]
@@ -177,11 +177,11 @@ def steps_alone(size: str, device: str, rounds: int) -> dict[str, Any]:
     return {
         "num_parameters": sum(param.numel() for param in params[torch.float32]),
         "missing": missing,
-        "results": summary(in_turns(steps, rounds, device), facts),
+        "results": summary(time_in_turns(steps, rounds, device), facts),
     }
 
 
-def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
+def time_training(size: str, device: str, rounds: int) -> dict[str, Any]:
     """Measure training steps of one model, optimizers in turns, with bf16 weights and random tokens."""
     names, missing = peers()
     kept = [CONTROLS[0], "torchao AdamW8bit, stochastic", "came-pytorch"]
@@ -216,7 +216,7 @@ def end_to_end(size: str, device: str, rounds: int) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
             facts[name]["peak_bytes"] = torch.cuda.max_memory_allocated() - sum(states.values()) + states[name]
-    results = summary(in_turns(steps, rounds, device), facts)
+    results = summary(time_in_turns(steps, rounds, device), facts)
     for row in results.values():
         if "median_s" in row:
             row["tokens_per_s"] = batch * length / row["median_s"]
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    measure = end_to_end if options.end_to_end else steps_alone
+    measure = time_training if options.end_to_end else time_steps
     found = measure(options.size, options.device, options.rounds)
     gc.collect()
     kind = "tokens" if options.end_to_end else "step"

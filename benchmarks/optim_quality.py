@@ -201,14 +201,14 @@ def build_recipe(spec: Spec) -> dict[str, Any]:
     }
 
 
-def swept(lines: Lines, data: str, optimizer: str) -> list[float | None]:
+def sweep_results(lines: Lines, data: str, optimizer: str) -> list[float | None]:
     """Return the held-out loss of each learning rate with seed 0."""
     return GRID.results(lines, lambda rate: run_spec(data, optimizer, rate, 0), "eval_loss")
 
 
 def best_rate(lines: Lines, data: str, optimizer: str) -> float:
     """Return the learning rate of the finished sweep with the lowest held-out loss."""
-    rate = GRID.best(swept(lines, data, optimizer.removesuffix("-int8").removesuffix("-int4")))
+    rate = GRID.best(sweep_results(lines, data, optimizer.removesuffix("-int8").removesuffix("-int4")))
     if rate is None:
         raise SystemExit(f"run the sweep of {optimizer} on {data} first")
     return rate
@@ -280,7 +280,7 @@ def report(lines: Lines, data: str) -> None:
     """Print tables: the sweep, differences to AdamW paired by seed, and the longer runs."""
     print(f"{data}: held-out nats a token by learning rate, seed 0\n{GRID.header()}")
     for name in (*SWEPT, *SLOWER):
-        print(GRID.row(name, swept(lines, data, name)))
+        print(GRID.row(name, sweep_results(lines, data, name)))
     for name in SWEPT:
         found = batch_results(lines, data, 1, name)
         if any(loss is not None for loss in found):
@@ -302,10 +302,10 @@ def report(lines: Lines, data: str) -> None:
     for name in LARGE_BATCH[1:]:
         make_spec = partial(batch_finalist, lines, data, BATCHES[-1])
         differences(lines, name, LARGE_BATCH[0], make_spec, BATCH_SEEDS, told=f"{name} x{BATCHES[-1]:g}")
-    if None in (GRID.best(swept(lines, data, name)) for name in ("adamw", "came")):
+    if None in (GRID.best(sweep_results(lines, data, name)) for name in ("adamw", "came")):
         return
 
-    def ablated(share: float, change: str, seed: int) -> Spec:
+    def ablation(share: float, change: str, seed: int) -> Spec:
         return ablation_spec(data, change, ablation_rate(lines, data, change, share), seed)
 
     for name in list(FINALISTS)[1:]:
@@ -316,7 +316,7 @@ def report(lines: Lines, data: str) -> None:
     for share in ABLATION_SHARES:
         print(f"ablations, {ABLATION_TOKENS / 1e6:.1f} M tokens, at {share:g} of the best rate")
         for change in list(ABLATIONS)[1:]:
-            differences(lines, change, "came", partial(ablated, share), ABLATION_SEEDS)
+            differences(lines, change, "came", partial(ablation, share), ABLATION_SEEDS)
 
 
 def differences(

@@ -97,7 +97,7 @@ def gradient(shape: torch.Size, step: int, index: int) -> Tensor:
     return grad
 
 
-def stepped(make: Make, net: nn.Module) -> list[Tensor]:
+def run_steps(make: Make, net: nn.Module) -> list[Tensor]:
     """Take `STEPS` steps and return the unsharded parameters."""
     optimizer = make(net)
     for number in range(STEPS):
@@ -130,7 +130,7 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
     try:
-        result = differences(stepped(OPTIMIZERS[name], net), stepped(OPTIMIZERS[name], network()))
+        result = differences(run_steps(OPTIMIZERS[name], net), run_steps(OPTIMIZERS[name], network()))
     except Exception as error:  # any error that an optimizer raises here is its result
         result = {"error": f"{type(error).__name__}: {first_line(error)}"}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
@@ -138,7 +138,7 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
     os._exit(0)  # a gloo thread can abort while the interpreter shuts down, after all work is done (PyTorch 2.13)
 
 
-def sharded(name: str, world: int, *, seconds: float = 300) -> Row:
+def run_sharded(name: str, world: int, *, seconds: float = 300) -> Row:
     """Run an optimizer in several processes; return the largest `differences` over all ranks, or `error`."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
@@ -168,7 +168,7 @@ def main() -> int:
     print(f"difference to one device after {STEPS} steps: of any element over the root mean square, of the norm")
     for name in OPTIMIZERS:
         for world in WORLDS:
-            row = {"optimizer": name, "ranks": world, **sharded(name, world)}
+            row = {"optimizer": name, "ranks": world, **run_sharded(name, world)}
             rows.append(row)
             known = "difference" in row
             text = f"{row['difference']:.1e}  {row['norm_difference']:.1e}" if known else row["error"]

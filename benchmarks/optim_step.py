@@ -70,7 +70,7 @@ def peers() -> tuple[dict[str, tuple[Make, torch.dtype]], list[str]]:
     return found, missing
 
 
-def prepared(make: Make, dtype: torch.dtype) -> torch.optim.Optimizer:
+def prepare_optimizer(make: Make, dtype: torch.dtype) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter((torch.randn(s, generator=generator) / 20).to(dtype)) for s in SHAPES]
     for param in params:
@@ -86,7 +86,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found, missing = peers()
-    optimizers = {name: prepared(*peer) for name, peer in found.items()}
+    optimizers = {name: prepare_optimizer(*peer) for name, peer in found.items()}
     times = take_turns({name: optimizer.step for name, optimizer in optimizers.items()}, options.rounds)
     rows = {name: ratio(own, times[CONTROL]) for name, own in times.items()}
     for name, row in rows.items():

@@ -129,7 +129,7 @@ class Comparison:
     def spec(self, optimizer: str, lr: float, seed: int) -> Spec:
         return run_spec(self.model, optimizer, lr, seed, data=self.data, tokens=self.tokens)
 
-    def swept(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
+    def sweep_results(self, lines: dict[str, Line], optimizer: str) -> list[float | None]:
         """Return the last held-out loss of each learning rate with seed 0."""
         return GRID.results(lines, lambda rate: self.spec(optimizer, rate, 0), "eval_loss")
 
@@ -138,14 +138,14 @@ class Comparison:
 
     def finalists(self, lines: dict[str, Line], seed: int) -> dict[str, Spec]:
         """Yield the run at the best rate of each optimizer whose sweep has ended."""
-        rates = {name: GRID.best(self.swept(lines, name)) for name in self.compared}
+        rates = {name: GRID.best(self.sweep_results(lines, name)) for name in self.compared}
         return {name: self.spec(name, rate, seed) for name, rate in rates.items() if rate is not None}
 
     def report(self, lines: dict[str, Line]) -> None:
         print(f"\n{self.model}, {self.data}, {self.tokens / 1e6:g} M tokens: last held-out loss by rate, seed 0")
         print(GRID.header())
         for name in self.compared:
-            print(GRID.row(name, self.swept(lines, name)))
+            print(GRID.row(name, self.sweep_results(lines, name)))
         by_seed = []
         for seed in SEEDS:
             runs = {name: lines.get(spec_key(spec)) for name, spec in self.finalists(lines, seed).items()}

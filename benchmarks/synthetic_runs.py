@@ -43,3 +43,9 @@ def kumar_grid() -> dict[str, Any]:
     points += [(bits, bits, bits) for bits in _BITS if 3 < bits < 9]
     rows = np.array([(size, tokens, *point) for size, tokens in cells for point in points], float)
     return dict(zip(("N", "D", "weights", "activations", "kv_cache"), rows.T, strict=True))
+
+
+def small_grid() -> dict[str, Any]:
+    """Return 20 pairs of size and tokens that are not collinear."""
+    rows = np.array([(n, n * ratio) for n in (2e7, 6e7, 2e8, 6e8) for ratio in (5, 10, 20, 60, 200)])
+    return {"N": rows[:, 0], "D": rows[:, 1]}

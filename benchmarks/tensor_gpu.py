@@ -29,7 +29,7 @@ import torch
 from dated import dated, write
 from encoder_models import FULL, Shape, Training
 from interleaved import ratio
-from optim_gpu import captured, in_turns
+from optim_gpu import capture_graph, time_in_turns
 from torch import Tensor, nn
 
 import scantling as sc
@@ -81,7 +81,7 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
     for _ in range(4):
         step()
     if contender.graph and device == "cuda":
-        step = captured(step)
+        step = capture_graph(step)
     step()
     # includes the graph's own memory pool
     return step, {"peak_bytes": allocated(device, peak=True) - before, **training.sizes()}
@@ -98,7 +98,7 @@ def measure_rows(
             work[name], rows[name] = build()
         except (Exception, SystemExit) as error:  # a missing or unsupported peer is a result too
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    for name, own in in_turns(work, rounds, device).items():
+    for name, own in time_in_turns(work, rounds, device).items():
         rows[name] |= {"median_s": float(np.median(own)), "raw_s": own}
     return rows
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import scantling as sc
 from scantling.comm.config import OPTIONS, TYPES, ExchangeOptions, make_config
+from scantling.comm.layout import dense_crossover_mbit
 from scantling.errors import UserError
 
 
@@ -48,3 +49,8 @@ def test_make_config_refuses_bad_values(options: dict[str, object], text: str) -
     with pytest.raises(UserError) as error:
         make_config(options)
     assert text in str(error.value)
+
+
+def test_dense_is_faster_only_on_fast_links() -> None:
+    assert dense_crossover_mbit(2) == pytest.approx(762, abs=1)
+    assert dense_crossover_mbit(2) < dense_crossover_mbit(64) < 2 * dense_crossover_mbit(2)

@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 
 import scantling as sc
-from benchmarks.synthetic_runs import kumar_grid, simulate
+from benchmarks.synthetic_runs import kumar_grid, simulate, small_grid
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Fit, Law, PostTrainingLaw, PrecisionLaw
 from scantling.laws.fitting import minimize
-from tests.laws.examples import KUMAR, small_grid, without_precision
+
+KUMAR = PrecisionLaw.published()
 
 TABLES = Path(__file__).parents[1] / "data"
 TIED = {"beta": "alpha"}
 GAMMAS = ("gamma_w", "gamma_a", "gamma_kv")
 CHINCHILLA = ChinchillaLaw.published()
+
+
+def without_precision(law: Law) -> ChinchillaLaw:
+    return ChinchillaLaw(A=law.A, B=law.B, E=law.E, alpha=law.alpha, beta=law.beta, power=law.power)
 
 
 @pytest.fixture(scope="module")

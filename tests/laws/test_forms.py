@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import scantling as sc
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Law, PostTrainingLaw, PrecisionLaw
-from tests.laws.examples import KUMAR
 
+KUMAR = PrecisionLaw.published()
 EVERY: list[tuple[Law, dict[str, object]]] = [
     (ChinchillaLaw.published(), {}),
     (ChinchillaLaw.published("quartet"), {}),

@@ -13,7 +13,8 @@ from scipy.special import lambertw
 
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, Law, PostTrainingLaw, PrecisionLaw
-from tests.laws.examples import KUMAR
+
+KUMAR = PrecisionLaw.published()
 
 GAMMA = (2.6745 + 2.2102 + 0.9578) / 3
 LLAMA_3, GEMMA_2, GPT_3 = (8e9, 15e12), (9e9, 8e12), (175e9, 300e9)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import scantling as sc
-from benchmarks.synthetic_runs import kumar_grid, simulate
+from benchmarks.synthetic_runs import kumar_grid, simulate, small_grid
 from scantling.errors import UserError
 from scantling.laws import ChinchillaLaw, EfficiencyLaw, PostTrainingLaw, PrecisionLaw
 from scantling.laws.runs import read_runs
-from tests.laws.examples import KUMAR, small_grid
+
+KUMAR = PrecisionLaw.published()
 
 RUNS = simulate(ChinchillaLaw.published(), small_grid(), noise=0.001)
 

@@ -22,13 +22,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_count_all_storages() -> None:
     from contenders import CONTENDERS, held_bytes
-    from optim_bytes import aims, counted, llama_specs
+    from optim_bytes import check_aims, count_bytes, llama_specs
 
     specs = llama_specs(1, 1024, sides=16)
     found: dict[str, Any] = {}
     for contender in CONTENDERS:
         if contender.name in ("CAME int8", "CAME int4", "torch AdamW", "torch Adafactor", "SCALE-like"):
-            real, meta = (counted(contender, specs, "bf16", device) for device in ("cpu", "meta"))
+            real, meta = (count_bytes(contender, specs, "bf16", device) for device in ("cpu", "meta"))
             assert real["state_bytes"] == meta["state_bytes"], contender.name
             found[contender.name] = real["bytes_per_parameter"]
     assert found["torch AdamW"] == pytest.approx(4.0, abs=1e-3)
@@ -44,17 +44,17 @@ def test_bytes_count_all_storages() -> None:
     shared = torch.zeros(8)
     optimizer.state[params[0]] = {"projector": SimpleNamespace(matrix=shared, own=params[0]), "again": [shared[:2]]}
     assert held_bytes(optimizer) == 32
-    assert not any(aim["met"] for aim in aims([], []))
+    assert not any(aim["met"] for aim in check_aims([], []))
 
 
 @pytest.mark.dist
 def test_sharded_benchmark_compares_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     import optim_sharded
-    from optim_sharded import HELD_TO_LIMIT, LIMIT, OPTIMIZERS, differences, network, sharded, stepped
+    from optim_sharded import HELD_TO_LIMIT, LIMIT, OPTIMIZERS, differences, network, run_sharded, run_steps
 
     monkeypatch.setattr(optim_sharded, "mp", SimpleNamespace(get_context=lambda _: server()))
-    assert sharded(HELD_TO_LIMIT, 2)["difference"] <= LIMIT
+    assert run_sharded(HELD_TO_LIMIT, 2)["difference"] <= LIMIT
     start = [param.detach().clone() for param in network().parameters()]
-    moved = stepped(OPTIMIZERS[HELD_TO_LIMIT], network())
+    moved = run_steps(OPTIMIZERS[HELD_TO_LIMIT], network())
     assert differences(moved, start)["difference"] > 0.1
     assert differences(moved, moved) == {"difference": 0.0, "norm_difference": 0.0}

@@ -258,7 +258,7 @@ def test_ddp_and_fsdp1_are_refused() -> None:
             release_gradients(wrapped, optimizer)
         with pytest.raises(UserError, match="cannot be released under FullyShardedDataParallel"):
             release_gradients(FullyShardedDataParallel(make()[0], device_id=torch.device("cpu")), optimizer)
-        with release_gradients(model, optimizer):  # what the wrapper holds
+        with release_gradients(model, optimizer):  # the wrapped model
             before = [param.detach().clone() for param in model.parameters()]
             with pytest.raises(UserError, match="under DistributedDataParallel, which averages"):
                 wrapped(torch.randn(4, 20)).sum().backward()

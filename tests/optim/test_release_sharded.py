@@ -26,7 +26,7 @@ WIDTH, VOCABULARY, STEPS = 24, 50, 4
 
 
 class Block(nn.Module):
-    """Two layers, of which `maybe` is unused if `skip` says so."""
+    """Two layers and `maybe`, which is not used if `skip` is set."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_release_matches_ordinary_steps(world: int, names: tuple[str, ...]) -> N
 
 
 def all_ranks_take_part() -> None:
-    """A rank without a use of a parameter exchanges zeros, if FSDP2 is told to, and steps it with the others."""
+    """A rank without a use of a parameter exchanges zeros, if FSDP2 is set to, and steps it with the others."""
     whole, released = build(), build()
     shard(released, blocks)
     released.set_reduce_scatter_unused_params(True)

@@ -6,9 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from scantling.numerics.formats import parse_format
 from scantling.precision import Quantizer, quantized_weights, save_quantized
 from scantling.precision.packed_files import read_quantized
 from scantling.precision.packing import PackedMatrix, format_values, to_patterns
+from tests import processes
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp5_e3m1", "fp4_e2m1", "fp3_e1m1", "fp4_e3m0"]
@@ -223,20 +221,16 @@ def test_save_quantized_leaves_nothing_on_a_full_disk(tmp_path: Path) -> None:
     assert_same(sc.load(tmp_path / "out"), model)
 
 
+def save_and_die(folder: Path) -> None:
+    model = sc.quantize_weights(make_model("llama"), "int4")
+    save_quantized(model, folder, also=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def test_save_quantized_leaves_no_folder_when_killed(tmp_path: Path) -> None:
-    script = """
-        import os, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[2])
-        import scantling as sc
-        from scantling.precision import save_quantized
-        from tensor.families import make_model
-        model = sc.quantize_weights(make_model("llama"), "int4")
-        save_quantized(model, sys.argv[1], also=lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    """
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), tmp_path / "out", tests], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = processes.server().Process(target=save_and_die, args=(tmp_path / "out",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     save_quantized(sc.quantize_weights(make_model("llama"), "int4"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from scantling.precision import Quantizer, fake_quantize, matmul, restore
 from scantling.precision.layers import LayerFormats, QuantizedEmbedding, QuantizedLinear
 from scantling.precision.matmul import check_device
 from scantling.tensor.slicing import slice_parameter
+from tests import processes
 from tests.precision.llamas import INPUT, llama
 
 
@@ -751,17 +749,19 @@ def test_quantized_layers_copy_and_pickle() -> None:
         assert torch.equal(other(x), model(x))
 
 
+def compute_logits(path: Path) -> None:
+    model, ids = torch.load(path, weights_only=False)
+    torch.save(model(ids).logits, path)
+
+
 def test_kv_cache_formats_survive_pickling_to_another_process(tmp_path: Path) -> None:
     model = sc.quantize_training(llama(), kv_cache={"format": "int4", "granularity": "token"})
     wanted = copy.deepcopy(model)(INPUT).logits
     torch.save([model, INPUT], tmp_path / "model.pt")
-    code = """
-        import sys
-        import torch
-        model, ids = torch.load(sys.argv[1], weights_only=False)
-        torch.save(model(ids).logits, sys.argv[1])
-        """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model.pt")], check=True)
+    process = processes.server().Process(target=compute_logits, args=(tmp_path / "model.pt",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     torch.testing.assert_close(torch.load(tmp_path / "model.pt"), wanted)
 
 

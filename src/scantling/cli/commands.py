@@ -289,6 +289,7 @@ def report(runs: Sequence[Path], out: Path | None) -> int:
 
 def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     """Report versions and hardware of all processes; under torchrun, also measure the network between them."""
+    from scantling.comm.layout import dense_crossover_mbit
     from scantling.distributed.context import init_distributed
     from scantling.trainer.training.doctor import interfaces, measure_allreduce, measure_pairs, settings
     from scantling.trainer.training.run_dir import environment
@@ -340,4 +341,8 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
     console.print(links)
     assert allreduce is not None
     console.print(f"all-reduce of 4 MiB: {1e3 * allreduce:.1f} ms", markup=False)
+    if context.device.type == "cpu":
+        limit, slowest = dense_crossover_mbit(context.world_size), min(pair.bytes_a_s for pair in pairs) * 8 / 1e6
+        choice = "exchange: dense is faster" if slowest > limit else "exchange: auto is faster"
+        console.print(f"with comm.name: demo, {choice} here (dense: above about {limit:,.0f} Mbit/s)", markup=False)
     return 0

@@ -192,8 +192,8 @@ def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], 
 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the overflow flag of each device after `unscale_`. There is no public way to share it between ranks."""
-    found: dict[Any, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return list(found.values())
+    flags: dict[Any, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return list(flags.values())
 
 
 CLIP_FUNCTIONS: tuple[tuple[Any, str], ...] = (
@@ -219,8 +219,8 @@ def default_group_devices() -> list[torch.device]:
 
 def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a process group on one device. It can be set publicly, but not read."""
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def all_gather_into(group: Any, output: Tensor, input: Tensor) -> Any:

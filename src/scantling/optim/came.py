@@ -268,6 +268,8 @@ class CAME(torch.optim.Optimizer):
                 if self._is_stepped(param):
                     steps.append(self.param_step(group, param, param_idx, hyper))
                 param_idx += 1
+        if len(self._layouts) > param_idx:  # groups have lost parameters: let go of their state
+            self._layouts = {param: self._layouts[param] for param in self.parameters() if param in self._layouts}
         dispatch_steps(steps)
         return loss
 

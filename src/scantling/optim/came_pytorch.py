@@ -143,7 +143,7 @@ def _debias(state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor
     if not group["debias"]:
         return state
     beta1, beta2, beta3 = group["betas"]
-    # Each average is divided by 1 - beta^t of its own beta.
+    # Each average has its beta, and is divided by 1 - beta^t.
     beta_by_key = {"exp_avg": beta1, **dict.fromkeys(("row", "col", "exp_avg_sq"), beta2)}
     beta_by_key |= dict.fromkeys(("res_row", "res_col"), beta3)
     return {

@@ -115,8 +115,8 @@ class LayerFormats:
         if self.weights is None:
             return looked_up
         if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # one scale spans all rows
-            whole = self.matrix(table)
-            return nn.functional.embedding(indices, whole, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+            rounded = self.matrix(table)
+            return nn.functional.embedding(indices, rounded, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
         by_row = self.weights if self.weights.granularity == "group" else self.weights.with_granularity("token")
         return by_row(looked_up)
 

@@ -131,14 +131,21 @@ def assert_equal_runs(straight: Path, broken: Path, last: int) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
-        {
-            "tensor": {"rank": 4, "num_modes": 2, "size_target": 0.8, "adapt": 9, "truncate_every": 3},
-            "optim": {"name": "came", "lr": 0.003, "debias": True},
-        },
-        {"optim": {"name": "sign", "lr": 0.003}, "comm": {"name": "demo", "topk": 4, "chunk": 16}},
+        pytest.param({}, id="dense"),
+        pytest.param(
+            {
+                "tensor": {"rank": 4, "num_modes": 2, "size_target": 0.8, "adapt": 9, "truncate_every": 3},
+                "optim": {"name": "came", "lr": 0.003, "debias": True},
+            },
+            id="tt",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"optim": {"name": "sign", "lr": 0.003}, "comm": {"name": "demo", "topk": 4, "chunk": 16}},
+            id="demo",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["dense", "cores", "demo"],
 )
 def test_resume_is_bitwise(tmp_path: Path, sections: dict[str, Any]) -> None:
     """Across the end of an epoch, with micro-batches, shifted and mirrored images, and dropout."""

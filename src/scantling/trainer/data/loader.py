@@ -89,7 +89,7 @@ class _Keys:
 
 
 class BatchSource:
-    """This process's share of each global batch, split into micro-batches.
+    """Share of one process in each global batch, split into micro-batches.
 
     Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B. Workers make batches ahead of time. Neither
     the number of workers nor the number of processes changes which samples a step has.

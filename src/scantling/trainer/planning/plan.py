@@ -219,6 +219,12 @@ def plan_run(run: ResolvedRun) -> Plan:
     if (note := note_on_momentum(recipe)) is not None:
         notes.append(note)
     wire, residuals = _traffic(recipe, model, world_size)
+    if recipe.comm.name == "demo" and recipe.comm.exchange != "dense" and world_size > 1 and run.device == "cpu":
+        from scantling.comm.layout import dense_crossover_mbit
+
+        notes.append(
+            f"comm.exchange: dense is faster on links above about {dense_crossover_mbit(world_size):,.0f} Mbit/s"
+        )
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = run.device == "cuda"

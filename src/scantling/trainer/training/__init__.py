@@ -1,1 +1,1 @@
-"""From a recipe to a trained model: the step, the loop, checkpoints, and the run that joins them."""
+"""Training: the step, the loop, checkpoints, and a whole run from its recipe."""

@@ -39,31 +39,31 @@ MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
 _RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
-_Count = Annotated[int, Field(ge=0, le=2**53)]
-_Dims = Annotated[list[_Count], Field(max_length=64)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+_Dims = Annotated[list[Count], Field(max_length=64)]
 
 
-class _Chunk(BaseModel):
+class StrictModel(BaseModel):
+    """Base of the JSON objects in a checkpoint: no unknown keys, no conversions."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+
+class _Chunk(StrictModel):
     offsets: _Dims
     sizes: _Dims
     file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
-    offset: _Count
-    length: _Count
+    offset: Count
+    length: Count
 
 
-class _Tensor(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class _Tensor(StrictModel):
     dtype: str
     size: _Dims
     chunks: Annotated[list[_Chunk], Field(min_length=1)]
 
 
-class _Tensors(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class _Tensors(StrictModel):
     tensors: dict[str, _Tensor]
 
 

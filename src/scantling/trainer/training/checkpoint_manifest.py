@@ -13,56 +13,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from scantling.errors import UserError
 from scantling.files import no_follow
+from scantling.trainer.training.checkpoint_index import Count, StrictModel
 
 FORMAT = 4
 MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
 """Largest manifest that is written or read. 1,000 processes and 100,000 parameters take about 20 MB."""
 
-_Count = Annotated[int, Field(ge=0, le=2**53)]
 _Rank = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _File(_Part):
-    bytes: _Count
+class _File(StrictModel):
+    bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Group(_Part):
+class _Group(StrictModel):
     names: list[str]
     hyper: dict[str, Any]
 
 
-class _Optimizer(_Part):
+class _Optimizer(StrictModel):
     plain: dict[str, dict[str, Any]]
     on_cpu: list[str]
     groups: list[_Group]
 
 
-class _Generators(_Part):
+class _Generators(StrictModel):
     python: tuple[int, list[int], float | None]
     numpy: tuple[str, int, int, float]
 
 
-class _Position(_Part):
-    seed: _Count
-    epoch: _Count
-    index: _Count
+class _Position(StrictModel):
+    seed: Count
+    epoch: Count
+    index: Count
 
 
-class _Values(_Part):
+class _Values(StrictModel):
     """Everything that is not a tensor; empty in a checkpoint of tensors only."""
 
-    step: _Count | None = None
-    tokens: _Count | None = None
+    step: Count | None = None
+    tokens: Count | None = None
     recipe: dict[str, Any] | None = None
     data: _Position | None = None
     fingerprint: str | None = None
@@ -74,9 +70,9 @@ class _Values(_Part):
     tensor: dict[str, Any] | None = None
 
 
-class _Manifest(_Part):
+class _Manifest(StrictModel):
     format: Literal[4]
-    step: _Count
+    step: Count
     save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(ge=1, le=10**7)]
     versions: dict[str, str]

@@ -131,7 +131,7 @@ def load_run_recipe(
     if isinstance(recipe, str | Path) and Path(recipe).is_dir():
         folder = Path(recipe)
         if not resume:
-            raise UserError(f"{folder} is a folder, not a recipe; to go on with the run in it, add --resume")
+            raise UserError(f"{folder} is a folder, not a recipe; to resume the run in it, add --resume")
         if run_dir is not None and run_dir.resolve() != folder.resolve():
             raise UserError(f"give the run directory once: {folder} and --run-dir {run_dir} differ")
         run_dir, recipe = folder, RunDir(folder).read_recipe()

@@ -91,7 +91,7 @@ def check_folder(folder: RunDir, recipe: Recipe, *, resume: bool, force: bool) -
         raise UserError(f"{folder.path} holds no run to resume; start it without --resume")
     elif not resume and folder.holds_run() and not force:
         raise UserError(
-            f"{folder.path} already holds a run; add --resume to go on with it, --force to replace it, "
+            f"{folder.path} already holds a run; add --resume to resume it, --force to replace it, "
             "or give another --run-dir"
         )
     elif force:
