@@ -23,7 +23,7 @@ from typing import Any
 
 from dated import RESULTS
 from equal_clock import Comparison, training_step
-from formats import Format, register
+from formats import register, replace_linears
 from resumable import Grid, Spec
 from small_models import text
 
@@ -76,7 +76,7 @@ def make_step(form: str) -> Callable[[], object]:
 
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **(SMALL if form == "dense small" else DENSE)))
     if not form.startswith("dense"):
-        Format(form, SHARE).prepare(model)
+        replace_linears(model, form, SHARE)
     ids = torch.randint(VOCABULARY, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     return training_step(model, {"input_ids": ids, "labels": ids})
 

@@ -23,7 +23,7 @@ from interleaved import ratio, take_turns
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.tensor.contraction import Chain, Step, best_plan, contract, in_blocks, merged, plan_of
+from scantling.tensor.contraction import Chain, Step, best_plan, contract, make_plan, make_steps, merge_block
 from scantling.trainer.training.meters import MemoryMeter
 
 LAYERS = [((768, 768), 30), ((768, 3072), 30), ((4096, 4096), 64)]
@@ -89,16 +89,16 @@ class InOrder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         cores = list(self.cores)
-        return contract(x, [merged(cores, step.tree) for step in self.steps], self.steps, self.outputs)
+        return contract(x, [merge_block(cores, step.tree) for step in self.steps], self.steps, self.outputs)
 
 
 def known_orders(chain: Chain) -> dict[str, tuple[Step, ...]]:
     """Return the three well-known contraction orders."""
     cores, middle = len(chain.modes), chain.num_inputs
     return {
-        "merged": in_blocks(chain, [middle]),
-        "one by one": in_blocks(chain, range(1, cores)),
-        "whole": in_blocks(chain, []),
+        "merged": make_steps(chain, [middle]),
+        "one by one": make_steps(chain, range(1, cores)),
+        "whole": make_steps(chain, []),
     }
 
 
@@ -112,7 +112,7 @@ def grid(rounds: int) -> dict[str, Any]:
         chain = layer.network
         known = known_orders(chain)
         chosen = best_plan(chain, tokens)
-        macs = {name: plan_of(chain, tokens, steps).macs for name, steps in known.items()}
+        macs = {name: make_plan(chain, tokens, steps).macs for name, steps in known.items()}
         macs["dense"] = tokens * inputs * outputs
         x = torch.randn(tokens, inputs, requires_grad=True)
         work = {name: forward_backward(InOrder(layer, steps), x) for name, steps in known.items()}

@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.tensor import linear
-from scantling.tensor.cores import gram
+from scantling.tensor.cores import squared_norm
 
 TOKENS = 1_228_800  # 300 steps
 SEQ_LEN, BATCH, RANK = 128, 32, 24
@@ -108,7 +108,7 @@ def start_with_gaussian_cores() -> None:
             torch.randn(left, *shape, right, dtype=torch.float64, generator=generator) / right**0.5
             for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
         ]
-        factor = (norm / sum(float(gram(drawn, box)) for box in boxes) ** 0.5) ** (1.0 / len(drawn))
+        factor = (norm / sum(float(squared_norm(drawn, box)) for box in boxes) ** 0.5) ** (1.0 / len(drawn))
         return [(core * factor).to(torch.get_default_dtype()) for core in drawn]
 
     linear.random_cores = gaussian  # type: ignore[assignment]

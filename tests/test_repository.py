@@ -239,10 +239,11 @@ def test_architecture_walks_one_step_through_few_files(section: str) -> None:
     assert 0 < len(steps) <= MOST_FILES[section]
 
 
-def test_architecture_names_existing_files() -> None:
+@pytest.mark.parametrize("page", sorted(ARCHITECTURE.parent.glob("*.md")), ids=lambda page: page.stem)
+def test_design_pages_name_existing_files(page: Path) -> None:
     source = ROOT / "src" / "scantling"
-    named = re.findall(r"`([\w/]+\.py)`", ARCHITECTURE.read_text())
-    packages = re.findall(r"^\| `([\w/]+)`", ARCHITECTURE.read_text(), flags=re.MULTILINE)
+    named = re.findall(r"`([\w/]+\.py)`", page.read_text())
+    packages = re.findall(r"^\| `([\w/]+)`", page.read_text(), flags=re.MULTILINE)
     assert [name for name in [*named, *packages] if not (source / name).exists() and not (ROOT / name).exists()] == []
 
 

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 import scantling as sc
 from scantling.comm import MomentumExchange
-from scantling.comm.exchange import _zeros_like
 from scantling.comm.local_steps import diloco
+from scantling.comm.residuals import zeros_like_local
 from scantling.groups import param_groups
 from scantling.hf import CAMEFactory, SignFactory
 from scantling.optim import predicted_state_bytes, predicted_temporary_bytes, state_bytes
@@ -94,7 +94,7 @@ def test_demo_exchanges_unfrozen_parameters() -> None:
 
 def test_frozen_parameters_have_no_residuals() -> None:
     frozen, trained = nn.Parameter(torch.ones(64, 64), requires_grad=False), nn.Parameter(torch.ones(64, 64))
-    assert [_zeros_like(param).untyped_storage().nbytes() for param in (frozen, trained)] == [4, 4 * 64 * 64]
+    assert [zeros_like_local(param).untyped_storage().nbytes() for param in (frozen, trained)] == [4, 4 * 64 * 64]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

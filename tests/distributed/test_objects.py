@@ -37,11 +37,11 @@ def exchanged() -> None:
 
 
 @pytest.mark.dist
-def test_values_and_arrays_arrive_on_every_rank() -> None:
+def test_collectives_return_values_and_arrays_of_all_ranks() -> None:
     processes.run(3, exchanged)
 
 
-def test_one_process_gets_what_several_would() -> None:
+def test_one_process_returns_json_types() -> None:
     alone = DistContext(0, 1, torch.device("cpu"))
     assert alone.broadcast_object((1, {"a": (2,)})) == [1, {"a": [2]}]
     assert alone.all_gather_object((1,)) == [[1]]
@@ -72,12 +72,12 @@ def attacked(file: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_pickle_from_another_rank_is_not_read(tmp_path: Path) -> None:
+def test_pickles_of_other_ranks_are_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "touched"
     processes.run(2, attacked, file)
     assert not file.exists()
 
 
-def test_no_module_uses_collectives_of_objects() -> None:
+def test_no_module_uses_object_collectives_of_torch() -> None:
     for path in Path(scantling.__file__).parent.rglob("*.py"):
         assert not re.search(r"\b(dist|distributed|distributed_c10d)(\.| import .*)\w*_object", path.read_text()), path

@@ -70,7 +70,7 @@ def straight_and_resumed(folder: Path) -> None:
     assert straight.state.log_history[-2]["wire_bytes"] == callback.exchange.wire_bytes
 
 
-def test_resume_is_bitwise_on_one_process(tmp_path: Path) -> None:
+def test_resume_is_bitwise(tmp_path: Path) -> None:
     straight_and_resumed(tmp_path)
 
 
@@ -85,12 +85,12 @@ def separate_folders(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_machines_without_a_shared_folder_save_on_each_node(tmp_path: Path) -> None:
+def test_machines_without_shared_folder_must_save_on_each_node(tmp_path: Path) -> None:
     run(2, separate_folders, tmp_path)
 
 
 @pytest.mark.dist
-def test_resume_is_bitwise_on_two_processes_that_stay_alike(tmp_path: Path) -> None:
+def test_resume_is_bitwise_on_two_processes(tmp_path: Path) -> None:
     run(2, straight_and_resumed, tmp_path)
 
 
@@ -103,11 +103,11 @@ def train_twice(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_trainer_may_train_twice(tmp_path: Path) -> None:
+def test_trainer_trains_twice(tmp_path: Path) -> None:
     run(2, train_twice, tmp_path)
 
 
-def test_what_is_compiled_averages_nothing_either(tmp_path: Path) -> None:
+def test_compiled_model_does_not_average(tmp_path: Path) -> None:
     """The Trainer compiles the model that DistributedDataParallel has wrapped."""
     _, callback = trainer(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -121,11 +121,11 @@ def test_what_is_compiled_averages_nothing_either(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_several_processes_without_ddp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_refuses_processes_without_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, callback = trainer(tmp_path)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="the Trainer trains a Linear on 2 processes and not in DistributedData"):
+    with pytest.raises(UserError, match="the Trainer trains a Linear on 2 processes without DistributedData"):
         callback._keep_gradients_local(torch.nn.Linear(2, 2))
 
 
@@ -139,25 +139,25 @@ def averaged_by_the_trainer(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_demo_without_attach_is_refused_where_the_trainer_averages(tmp_path: Path) -> None:
+def test_demo_without_attach_refuses_averaged_gradients(tmp_path: Path) -> None:
     run(2, averaged_by_the_trainer, tmp_path)
 
 
-def test_an_optimizer_that_exchanges_too_is_refused(tmp_path: Path) -> None:
+def test_attach_refuses_optimizers_that_exchange(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
     options: dict[str, Any] = {"model": made.model, "args": made.args, "train_dataset": Sequences()}
     given = Trainer(**options, optimizers=(sc.DeMo(made.model.parameters(), lr=1e-3), None))
-    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which also exchanges"):
         sc.hf.attach(given)
     built = Trainer(**options, optimizer_cls_and_kwargs=(sc.DeMo, {"lr": 1e-3}))
     sc.hf.attach(built)
-    with pytest.raises(UserError, match=r"optimizer is DeMo, which exchanges too"):
+    with pytest.raises(UserError, match=r"optimizer is DeMo, which also exchanges"):
         built.train()
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("name", ["adamw", "came"])
-def test_optimizer_with_a_second_momentum_warns(
+def test_optimizer_with_momentum_warns(
     tmp_path: Path, name: str, beta1: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, _ = trainer(tmp_path)
@@ -170,7 +170,7 @@ def test_optimizer_with_a_second_momentum_warns(
     assert caplog.text.count("has its own momentum") == (beta1 > 0)
 
 
-def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
+def test_resume_without_residuals_raises(tmp_path: Path) -> None:
     first, _ = trainer(tmp_path)
     first.add_callback(StopAtThree())
     first.train()
@@ -180,7 +180,7 @@ def test_missing_residuals_are_an_error(tmp_path: Path) -> None:
         second.train(resume_from_checkpoint=True)
 
 
-def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_refuses_unsupported_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = trainer(tmp_path)
     with pytest.raises(UserError, match="topk must be at most"):
         sc.hf.attach(made, topk=17, chunk=4)
@@ -190,10 +190,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="enable_jit_checkpoint saves without calling callbacks"):
         sc.hf.attach(made)
     made.args.enable_jit_checkpoint = False
-    with pytest.raises(UserError, match="overlap cannot wait"):
+    with pytest.raises(UserError, match="overlap sends gradients before the Trainer clips them"):
         sc.hf.attach(made, overlap=True)
     monkeypatch.setattr(made, "is_fsdp_enabled", True)
-    with pytest.raises(UserError, match="under FSDP the Trainer averages gradients"):
+    with pytest.raises(UserError, match="with FSDP the Trainer averages gradients"):
         sc.hf.attach(made)
     with pytest.raises(UserError, match="momentum must be from 0"):
         sc.hf.sign(lr=1e-3, momentum=2.0)

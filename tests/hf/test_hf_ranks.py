@@ -45,7 +45,7 @@ def cores(of: torch.nn.Module) -> int:
     return sum(core.numel() for layer in of.modules() if isinstance(layer, TTLayer) for core in layer.cores)
 
 
-def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
+def test_pruned_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
     made, adapter = trainer(tmp_path)
     first = cores(made.model)
     made.train()
@@ -61,7 +61,7 @@ def test_the_small_model_is_saved_and_loads_exactly(tmp_path: Path) -> None:
     assert torch.equal(loaded(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
 
 
-def test_the_price_is_counted_once_for_each_update(tmp_path: Path) -> None:
+def test_penalty_is_added_once_per_update(tmp_path: Path) -> None:
     """Four micro-batches, one price: the gates' gradient is that of the data plus that of the price, once."""
     made, adapter = trainer(tmp_path, steps=1, schedule="paper", gamma=7.0)
     control = next(layer.rank_gates[0] for layer in adapter.layers.values() if layer.rank_gates is not None)
@@ -91,7 +91,7 @@ def train_in_parts(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_come_to_what_one_comes_to(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     run(2, train_in_parts, tmp_path)
     alone, adapter = trainer(tmp_path / "alone")
     alone.train()
@@ -120,12 +120,12 @@ def test_resume_is_bitwise(tmp_path: Path, pair: Any) -> None:
         assert torch.equal(one, other), name
 
 
-def test_a_late_stage_is_refused(tmp_path: Path) -> None:
+def test_late_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="late stage weights the task loss"):
         trainer(tmp_path, schedule="paper", early_steps=3)
 
 
-def test_the_trainers_own_optimizer_brings_the_ranks_down_and_is_evaluated_as_it_is(tmp_path: Path) -> None:
+def test_trainers_own_optimizer_adapts_ranks(tmp_path: Path) -> None:
     """Its optimizer is fused AdamW, which leaves no trace in version counters."""
     made, adapter = trainer(tmp_path)
     made.optimizer_cls_and_kwargs = None
@@ -140,7 +140,7 @@ def test_the_trainers_own_optimizer_brings_the_ranks_down_and_is_evaluated_as_it
     assert cores(made.model) == pytest.approx(0.5 * first, rel=0.02)
 
 
-def test_the_small_model_is_trained_on_by_the_same_trainer(tmp_path: Path) -> None:
+def test_same_trainer_continues_with_the_pruned_model(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
     made.train()
     small = [core.detach().clone() for core in made.model.parameters()]
@@ -149,14 +149,14 @@ def test_the_small_model_is_trained_on_by_the_same_trainer(tmp_path: Path) -> No
     assert not any(torch.equal(core, before) for core, before in zip(made.model.parameters(), small, strict=True))
 
 
-def test_a_training_that_ends_too_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_that_ends_early_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, adapter = trainer(tmp_path, steps=3)
     made.train()
     assert "training ended after 3 of the 6 steps" in caplog.text
     assert adapter.is_attached
 
 
-def test_callbacks_that_are_made_anew_are_refused(tmp_path: Path) -> None:
+def test_restoring_callback_states_is_refused(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
     made.args.restore_callback_states_from_checkpoint = True
     callback = next(each for each in made.callback_handler.callbacks if isinstance(each, sc.hf.RankCallback))
@@ -167,7 +167,7 @@ def test_callbacks_that_are_made_anew_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "adds"), [({}, False), ({"beta": 0.1}, True), ({"schedule": "paper"}, True)], ids=str
 )
-def test_what_would_be_added_to_scaled_gradients_is_refused(tmp_path: Path, options: Any, adds: bool) -> None:
+def test_fp16_without_clipping_is_refused(tmp_path: Path, options: Any, adds: bool) -> None:
     made, _ = trainer(tmp_path, **options)
     made.args.fp16, made.args.max_grad_norm = True, 0.0
     callback = next(each for each in made.callback_handler.callbacks if isinstance(each, sc.hf.RankCallback))

@@ -101,7 +101,7 @@ def test_resume_is_bitwise(tmp_path: Path, case: str) -> None:
             assert torch.equal(value, other[key]), key
 
 
-def test_a_model_in_few_bits_resumes_bitwise_and_saves_its_own_weights(tmp_path: Path) -> None:
+def test_low_precision_model_resumes_bitwise_and_saves_master_weights(tmp_path: Path) -> None:
     def rounded() -> torch.nn.Module:
         return sc.quantize_training(model(), weights="int4", activations="int8", kv_cache="int4")
 
@@ -123,7 +123,7 @@ def test_a_model_in_few_bits_resumes_bitwise_and_saves_its_own_weights(tmp_path:
         assert torch.equal(tensor, end[name]), name
 
 
-def test_a_run_that_was_stopped_is_the_same_run(tmp_path: Path) -> None:
+def test_stopped_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     """Train three steps of six, then resume in a new Trainer; the schedule covers six steps."""
     pair = sc.hf.came(lr=1e-2, **OPTIONS["fp32"])
     straight = trainer(tmp_path / "straight", pair)
@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_is_the_same_run(tmp_path: Path) -> None:
         assert torch.equal(tensor, straight.model.state_dict()[name]), name
 
 
-def test_the_schedule_reaches_every_group(tmp_path: Path) -> None:
+def test_schedule_applies_to_every_group(tmp_path: Path) -> None:
     made = trainer(tmp_path, sc.hf.came(lr=0.06), save_strategy="no")
     made.train()
     rates = [record["learning_rate"] for record in made.state.log_history if "learning_rate" in record]
@@ -148,7 +148,7 @@ def test_the_schedule_reaches_every_group(tmp_path: Path) -> None:
     assert {group["lr"] for group in made.optimizer.param_groups} == {0.0}
 
 
-def test_groups_are_those_of_param_groups(tmp_path: Path) -> None:
+def test_groups_equal_param_groups(tmp_path: Path) -> None:
     made = trainer(tmp_path, sc.hf.came(lr=1e-3, weight_decay=0.1), weight_decay=0.7)
     optimizer: Any = made.create_optimizer()
     assert isinstance(optimizer, sc.CAME)
@@ -162,7 +162,7 @@ def test_groups_are_those_of_param_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
+def test_prepare_keeps_state_dtypes(case: str) -> None:
     """Accelerate passes an empty and a full state through `load_state_dict`."""
     from accelerate import Accelerator
 
@@ -200,12 +200,12 @@ def test_prepare_keeps_the_dtypes_of_the_state(case: str) -> None:
         ({"debias": 1}, "debias must be True or False"),
     ],
 )
-def test_bad_values_are_refused_at_once(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_values_raise_immediately(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         sc.hf.came(**{"lr": 1e-3, **keywords})
 
 
-def test_cores_have_a_rate_of_their_own_that_follows_the_schedule(tmp_path: Path) -> None:
+def test_core_lr_follows_the_schedule(tmp_path: Path) -> None:
     made = trainer(tmp_path, sc.hf.came(lr=0.06, core_lr=0.02), save_strategy="no")
     sc.tensorize(made.model, 4)
     optimizer: Any = made.create_optimizer()
@@ -216,7 +216,7 @@ def test_cores_have_a_rate_of_their_own_that_follows_the_schedule(tmp_path: Path
     assert {group["initial_lr"] for group in optimizer.param_groups} == {0.02, 0.06}
 
 
-def test_t5_with_a_rate_of_its_embeddings(tmp_path: Path) -> None:
+def test_embedding_lr_for_t5(tmp_path: Path) -> None:
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 1, "vocab_size": 64}
     torch.manual_seed(0)
     net = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
@@ -231,7 +231,7 @@ def test_t5_with_a_rate_of_its_embeddings(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_arguments_are_those_of_came() -> None:
+def test_arguments_equal_those_of_came() -> None:
     """Names and defaults are equal, except that `lr` is required and some parameters have their own rates."""
     ours, theirs = (inspect.signature(each).parameters for each in (sc.hf.came, sc.CAME))
     assert {name: p.default for name, p in ours.items() if name not in ("lr", *RATES)} == {

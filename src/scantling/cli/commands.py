@@ -44,30 +44,11 @@ def _train(
     dry_run: bool,
     force: bool,
 ) -> int:
-    from scantling.comm.ddp import allreduce_wire_bytes
-    from scantling.trainer.training.run import check_run, load_run_recipe
-    from scantling.trainer.training.run import train as run_training
-
     if dry_run:
-        from scantling.trainer.planning.plan import plan_run, planned_device
-        from scantling.trainer.planning.resolve import resolve_run
-
-        sink.phase("planning")
-        checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides={})
-        run = resolve_run(checked, world_size=world_size_from_env(), device=planned_device(checked))
-        planned = plan_run(run)
-        sink.phase(None)
-        console.print(planned.table())
-        sink.phase("checking the data")
-        fit = check_run(run, folder, planned, resume=resume, force=force)
-        sink.phase(None)
-        console.print(str(fit), markup=False)
-        memory = ", but it needs more memory" if fit.fits is False else ""
-        console.print(
-            f"{recipe}: the recipe is valid and its data was found{memory}; nothing was trained", markup=False
-        )
-        return 0
+        return _dry_run(console, sink, recipe, run_dir, settings, resume=resume, force=force)
+    from scantling.comm.ddp import allreduce_wire_bytes
     from scantling.trainer.data.progress import RichProgress
+    from scantling.trainer.training.run import train as run_training
 
     result = run_training(
         recipe,
@@ -100,6 +81,36 @@ def _train(
     if result.status == "stopped":
         console.print(f"continue with: scantling train {result.run_dir} --resume", markup=False)
         return EXIT_STOPPED
+    return 0
+
+
+def _dry_run(
+    console: Console,
+    sink: ConsoleSink,
+    recipe: str,
+    run_dir: Path | None,
+    settings: Sequence[str],
+    *,
+    resume: bool,
+    force: bool,
+) -> int:
+    """Check a recipe, its data and the memory, and print the plan."""
+    from scantling.trainer.planning.plan import plan_run, planned_device
+    from scantling.trainer.planning.resolve import resolve_run
+    from scantling.trainer.training.run import check_run, load_run_recipe
+
+    sink.phase("planning")
+    checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides={})
+    run = resolve_run(checked, world_size=world_size_from_env(), device=planned_device(checked))
+    planned = plan_run(run)
+    sink.phase(None)
+    console.print(planned.table())
+    sink.phase("checking the data")
+    fit = check_run(run, folder, planned, resume=resume, force=force)
+    sink.phase(None)
+    console.print(str(fit), markup=False)
+    memory = ", but it needs more memory" if fit.fits is False else ""
+    console.print(f"{recipe}: the recipe is valid and its data was found{memory}; nothing was trained", markup=False)
     return 0
 
 
@@ -305,24 +316,7 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
         print_json(summary)
         return 0
     console = make_console()
-    table = Table(title=Text("processes"), title_justify="left")
-    for header in ("rank", "machine", "versions", "interfaces"):
-        table.add_column(header)
-    for rank, machine in enumerate(machines):
-        hardware, versions = machine["hardware"], machine["versions"]
-        gpus = ", ".join(hardware["gpus"]) or "no GPU"
-        ports = (
-            f"{each['name']} {each['state']}"
-            + (f" {each['address']}" if each["address"] else "")
-            + (f" {each['mbit']} Mbit/s" if each["mbit"] else "")
-            for each in machine["interfaces"]
-        )
-        known = [f"{name} {value}" for name, value in versions.items() if value]
-        known += [f"{name}={value}" for name, value in machine["settings"].items()]
-        memory = format_bytes(hardware["memory_bytes"])
-        about = f"{hardware['cpu']}\n{hardware['cpu_count']} cores, {memory}\n{gpus}"
-        table.add_row(str(rank), Text(about), Text("\n".join(known)), Text("\n".join(ports)))
-    console.print(table)
+    console.print(_process_table(machines))
     first = machines[0]["versions"]
     differing = {name for each in machines for name, value in each["versions"].items() if value != first[name]}
     if differing:
@@ -346,3 +340,24 @@ def doctor(device: str, timeout: float, *, as_json: bool) -> int:
         choice = "exchange: dense is faster" if slowest > limit else "exchange: auto is faster"
         console.print(f"with comm.name: demo, {choice} here (dense: above about {limit:,.0f} Mbit/s)", markup=False)
     return 0
+
+
+def _process_table(machines: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=Text("processes"), title_justify="left")
+    for header in ("rank", "machine", "versions", "interfaces"):
+        table.add_column(header)
+    for rank, machine in enumerate(machines):
+        hardware, versions = machine["hardware"], machine["versions"]
+        gpus = ", ".join(hardware["gpus"]) or "no GPU"
+        ports = (
+            f"{each['name']} {each['state']}"
+            + (f" {each['address']}" if each["address"] else "")
+            + (f" {each['mbit']} Mbit/s" if each["mbit"] else "")
+            for each in machine["interfaces"]
+        )
+        known = [f"{name} {value}" for name, value in versions.items() if value]
+        known += [f"{name}={value}" for name, value in machine["settings"].items()]
+        memory = format_bytes(hardware["memory_bytes"])
+        about = f"{hardware['cpu']}\n{hardware['cpu_count']} cores, {memory}\n{gpus}"
+        table.add_row(str(rank), Text(about), Text("\n".join(known)), Text("\n".join(ports)))
+    return table

@@ -56,6 +56,7 @@ def check_replicas(
         UserError: replicas differ; on all ranks.
     """
     device = params[0].device
+    # Hashes first: strings are gathered only to name a difference.
     texts = [_describe_decoder(device), *map(_describe, names, descriptions)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:

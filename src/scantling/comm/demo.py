@@ -194,6 +194,7 @@ class DeMo(torch.optim.Optimizer):
             _check(group, checks_lr=has_new_dense_lr)
             if has_new_dense_lr:
                 _set_dense_ratio(group)
+        # Equations 1 to 5, see exchange.py.
         momentum = self._exchange_momentum()
         for group in self.param_groups:
             group["steps"] = self.exchange.step
@@ -202,6 +203,7 @@ class DeMo(torch.optim.Optimizer):
                 for param in group["params"]:
                     param.grad = None  # local to this replica: replicas that decided by it would differ
             return None
+        # Equations 6 and 7 for matrices; AdamW's step for the others.
         start, are_matrices = 0, self.exchange.are_matrices()
         for group in self.param_groups:
             end = start + len(group["params"])
@@ -357,6 +359,7 @@ class DeMo(torch.optim.Optimizer):
         if not isinstance(state_dict, dict) or set(state_dict) != {"state", "groups"}:
             given = f"the keys {', '.join(map(str, state_dict))}" if isinstance(state_dict, dict) else repr(state_dict)
             raise UserError(f"load what shared_state_dict returned, with 'state' and 'groups'; given {given}")
+        # `load_state_dict` replaces the state: keep the residuals, which are not shared.
         residuals = {
             param: {key: state[key] for key in KEYS if key in state} for param, state in list(self.state.items())
         }
@@ -436,6 +439,7 @@ def _orthogonalize(value: Tensor, group: dict[str, Any]) -> Tensor:
     x = grid.to_blocks(value)  # (matrices, rows, cols)
     is_tall = rows > cols
     x = x.transpose(1, 2) if is_tall else x
+    # Singular values of at most 1, as the iteration needs.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     with without_autocast(x.device):
         for _ in range(5):

@@ -70,6 +70,7 @@ class DemoExchange(GradientExchange):
     def exchange(self) -> None:
         inner = self.inner
         params = [param for group in inner.param_groups for param in group["params"]]
+        # Clip before the exchange: a norm of the decoded momentum has no meaning for the gradients.
         self.norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)

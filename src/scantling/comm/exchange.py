@@ -57,7 +57,7 @@ from scantling.comm.param_groups import (
     make_groups,
     parameter_names,
 )
-from scantling.comm.residuals import Residuals, check_state_keys
+from scantling.comm.residuals import Residuals, check_state_keys, fill_zeros
 from scantling.comm.transport.group import as_replica_group
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, check_meshes, match_placements, to_local
 from scantling.errors import NonFiniteError, ReplicaError, SilentPeerError, UserError
@@ -162,8 +162,6 @@ class MomentumExchange:
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         return self.residuals.state
 
-    # ---- one exchange ----
-
     @torch.no_grad()
     def exchange(self) -> bool:
         """Accumulate each `.grad`, exchange, and replace `.grad` by the decoded momentum.
@@ -199,6 +197,7 @@ class MomentumExchange:
         """
         step = self._open_step or self._begin_step()
         self._open_step = None
+        # Equations 1 to 3, for the buckets that `overlap` has not sent in the backward pass.
         while step.next_bucket < len(step.missing):
             self._send_bucket(step)
         if self.config.overlap:  # when the step began, there were no gradients yet
@@ -208,6 +207,7 @@ class MomentumExchange:
             return None
         if step.failure is not None:
             raise step.failure
+        # Equations 4 and 5: with `delay`, `_begin_step` has received the previous step's result.
         return step.previous if self.config.delay else self._receive()
 
     def _send_bucket(self, step: OpenStep) -> None:
@@ -218,19 +218,23 @@ class MomentumExchange:
         gradients = {idx: _local_gradient(params[idx]) for idx in bucket.params}
         valid = self._are_finite(gradients)
         self.local_nonfinite |= not valid
+        # Between exchanges, gradients only accumulate (1). A dense exchange keeps no local momentum.
         if not step.is_due:
             for block_group in bucket.block_groups if layout.strategy != "dense" else ():
                 self.residuals.accumulate(block_group, gradients, self.step, valid=valid)
             if not valid and bucket.block_groups:
                 logger.warning("step %d, rank %d: NaN or Inf gradients are left out", self.step, self.replicas.rank)
             return
+        # Accumulate and select (1, 2). An invalid bucket still sends zeros: all ranks must run the same collectives.
         selected = [self._select(block_group, gradients, layout, valid=valid) for block_group in bucket.block_groups]
+        # A residual can overflow although all gradients are finite: start it from zero.
         if valid and layout.strategy != "dense" and not all_finite(values for _, values in selected):
             logger.warning("step %d, rank %d: a residual is NaN or Inf; reset to zero", self.step, self.replicas.rank)
             for idx in bucket.params:
                 self.residuals.discard(params[idx])
             valid, self.local_nonfinite = False, True
             selected = [self._select(each, gradients, layout, valid=False) for each in bucket.block_groups]
+        # The header makes a message of another step, layout or bucket an error instead of a wrong update.
         configuration = (layout.configuration + number) & 0xFFFFFFFF
         header = Header(valid, self.replicas.quorum_id, self.step, self.replicas.rank, configuration)
         exchange = partial(
@@ -255,11 +259,13 @@ class MomentumExchange:
         if not valid:
             zeros = block_group.zeros(to_local(params[block_group.slots[0].param]).device)
             return (None, zeros.to(DTYPES[codec.values])) if layout.strategy == "dense" else codec.select(zeros)
+        # Dense: the gradients themselves, in the dtype to send.
         if layout.strategy == "dense":
             indices = [slot.param for slot in block_group.slots]
             given = ((idx, gradients[idx]) for idx in indices)
             dense = {idx: torch.zeros_like(to_local(params[idx])) if grad is None else grad for idx, grad in given}
             return None, block_group.to_blocks(dense).to(DTYPES[codec.values])
+        # On a GPU, one kernel for equations 1 and 2.
         fused = self.residuals.accumulate_and_select(block_group, gradients)
         if fused is not None:
             return fused
@@ -273,7 +279,7 @@ class MomentumExchange:
         """
         params = self.residuals.params
         if not self._in_flight:
-            return self._take_pending()
+            return self.residuals.take_pending()
         received = self._in_flight.receive()
         self.nonfinite_ranks = sorted({rank for _, (_, ranks) in received for rank in ranks})
         self.wire_bytes += self._in_flight.wire_bytes
@@ -284,18 +290,18 @@ class MomentumExchange:
         momentum: list[Tensor | None] = [None] * len(params)
         for message, (outcomes, _) in received:
             for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):
+                # (5) Decode the mean of all replicas: a few coefficients per block.
                 for idx, value in block_group.decode_sparse(*outcome.mean):
                     if is_dense:
                         value = self.residuals.update_dense_momentum(block_group, idx, value, message.step)
                     momentum[idx] = value
+                # (4) Subtract this replica's part of the mean.
                 self.residuals.subtract(block_group, outcome, message.step)
-        result, pending = _fill_zeros(momentum, params), self._take_pending()
+        result, pending = fill_zeros(momentum, params), self.residuals.take_pending()
         if pending is None:
             return result
         triples = zip(result, pending, params, strict=True)
         return [value + other if param.requires_grad else value for value, other, param in triples]
-
-    # ---- start of a step ----
 
     def _begin_step(self) -> OpenStep:
         """Receive the result of the previous step with `delay`, and compare replicas when due."""
@@ -304,8 +310,9 @@ class MomentumExchange:
         previous, failure = self._receive_or_failure()
         self._failure = None
         if not self.config.delay:  # of a state that was saved with `delay`: add it to this step's result
-            self._set_pending(previous)
+            self.residuals.set_pending(previous)
             previous = None
+        # A group that counts steps (torchft) decides the step, also of a replica that joins.
         if self.replicas.step is not None:
             self.step = self.replicas.step
         try:
@@ -322,6 +329,7 @@ class MomentumExchange:
         """Count the step, and run all collectives that come before its exchange: comparisons and averages."""
         params = self.residuals.params
         self._averaging.find_wrappers(self.replicas, params)
+        # The layout is compared before the step counts, so that a refused step can be repeated.
         layout = self._update_layout()
         self.step += 1
         if not self.config.overlap:
@@ -382,8 +390,6 @@ class MomentumExchange:
                 param for param, group, is_matrix in pairs if is_matrix and group["decay"] > 0 and param.requires_grad
             )
 
-    # ---- overlap with the backward pass ----
-
     @contextmanager
     def overlapped(self) -> Iterator[None]:
         """Context of the last backward pass before `exchange`, in which complete buckets are sent at once.
@@ -401,6 +407,7 @@ class MomentumExchange:
             return
         with torch.no_grad():
             step = self._open_step = self._open_step or self._begin_step()
+        # Each hook runs when the gradient of its parameter is complete.
         hooks = [
             param.register_post_accumulate_grad_hook(partial(self._on_gradient, idx))  # type: ignore[no-untyped-call]
             for idx, param in enumerate(self.residuals.params)
@@ -409,12 +416,13 @@ class MomentumExchange:
         try:
             yield
         except BaseException as error:
+            # Nothing was sent: the next backward pass starts the step from scratch.
             if step.next_bucket == 0:
                 step.missing = _missing(self._update_layout())
             elif self.replicas.world_size == 1:  # nothing has left: the gradients stay in the residuals
                 self._open_step, self._failure = None, step.failure
                 self._in_flight.clear()
-                self._set_pending(step.previous)
+                self.residuals.set_pending(step.previous)
             else:
                 error.add_note(
                     "gradients have been sent already, and the other replicas wait for the rest: end this step with "
@@ -445,8 +453,6 @@ class MomentumExchange:
         """True if `overlapped` has begun a step that `exchange` has not ended."""
         return self._open_step is not None
 
-    # ---- results that are not applied yet, and the state ----
-
     @torch.no_grad()
     def flush(self) -> None:
         """Wait for the result that `delay` holds back, and store it in the state for the next step.
@@ -460,7 +466,7 @@ class MomentumExchange:
         result, self._failure = self._receive_or_failure()
         self._flushed = self.wire_bytes, self.nonfinite_ranks
         self.wire_bytes, self.nonfinite_ranks = last
-        self._set_pending(result)
+        self.residuals.set_pending(result)
 
     def discard_pending(self) -> None:
         """Wait for exchanges in flight and discard them, before a state is loaded. Replicas are compared again."""
@@ -475,15 +481,6 @@ class MomentumExchange:
             return self._receive(), self._failure
         except NonFiniteError as error:
             return None, error
-
-    def _set_pending(self, result: list[Tensor] | None) -> None:
-        for param, value in zip(self.residuals.params, result or [], strict=False):
-            self.state.setdefault(param, {})["pending"] = value
-
-    def _take_pending(self) -> list[Tensor] | None:
-        params = self.residuals.params
-        pending = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
-        return _fill_zeros(pending, params) if any(value is not None for value in pending) else None
 
     @torch.no_grad()
     def transfer_state(self, other: MomentumExchange) -> None:
@@ -511,8 +508,6 @@ class MomentumExchange:
         """
         self.flush()
         self.residuals.slice(param, dim, index)
-        if "pending" in self.state.get(param, {}):
-            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the state of this replica alone: its residuals, by the names of their parameters."""
@@ -544,9 +539,7 @@ class MomentumExchange:
     def shared_state_dict(self) -> dict[str, Any]:
         """Return the state that all replicas share: the number of steps, and with `delay` the pending result."""
         self.flush()
-        pairs = zip(parameter_names(self.param_groups), self.residuals.params, strict=True)
-        pending = {name: self.state.get(param, {}).get("pending") for name, param in pairs}
-        return {"step": self.step, "pending": {name: value for name, value in pending.items() if value is not None}}
+        return {"step": self.step, "pending": self.residuals.pending_state_dict()}
 
     def load_shared_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `shared_state_dict` returned on any replica.
@@ -561,10 +554,7 @@ class MomentumExchange:
         self.residuals.check_tensors("momentum", pending)
         self.discard_pending()
         self.step = int(state_dict["step"])
-        for name, param in zip(parameter_names(self.param_groups), self.residuals.params, strict=True):
-            self.state.get(param, {}).pop("pending", None)
-            if name in pending:
-                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
+        self.residuals.load_pending_state_dict(pending)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states, for a replica that saves its own file."""
@@ -575,8 +565,6 @@ class MomentumExchange:
         check_state_keys(state_dict, "state_dict", ("local", "shared"))
         self.load_local_state_dict(state_dict["local"])
         self.load_shared_state_dict(state_dict["shared"])
-
-    # ---- layout and costs ----
 
     @property
     def strategy(self) -> Strategy:
@@ -635,19 +623,6 @@ class MomentumExchange:
 def _missing(layout: Layout) -> list[set[int]]:
     """Return the indices of all parameters of each bucket."""
     return [set(bucket.params) for bucket in layout.buckets]
-
-
-def _fill_zeros(values: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros for parameters without a value, which are frozen, empty on this process, or new."""
-    return [_zeros_like(param) if value is None else value for value, param in zip(values, params, strict=True)]
-
-
-def _zeros_like(param: Tensor) -> Tensor:
-    """Return fp32 zeros like the local shard of a parameter; for a frozen one they take no memory."""
-    part = to_local(param)
-    if param.requires_grad:
-        return torch.zeros_like(part, dtype=torch.float32)
-    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
 def _local_gradient(param: Tensor) -> Tensor | None:

@@ -50,6 +50,7 @@ class InFlight:
 
         Collective in the first step with a thread: a new process group.
         """
+        # A thread needs its own process group: collectives of two threads in one group could be reordered.
         if self._replicas is None:
             in_thread = in_thread and replicas.world_size > 1
             self._replicas = replicas.clone() if in_thread else replicas

@@ -140,6 +140,7 @@ def update_layout(
     shapes = tuple((id(param), tuple(param.shape), param.requires_grad) for param in params)
     options = tuple(tuple(group[option] for option in COMPARED_OPTIONS) for group in groups)
     key = LayoutKey(config.exchange, (replicas.generation, replicas.world_size, replicas.rank), shapes, options)
+    # The common case: nothing has changed, and no communication is needed.
     if last is not None and last.key == key and not last.is_stale:
         return last
     check_groups(groups, config)
@@ -170,6 +171,7 @@ def update_layout(
 def make_buckets(groups: Sequence[Group], config: ExchangeConfig) -> list[Bucket]:
     """Return the messages in order, which depends on shapes and options only. Frozen parameters are left out."""
     params, param_groups = all_parameters(groups), group_by_param(groups)
+    # Split the parameters into runs, from the last one on: their gradients are complete first.
     runs: list[list[int]] = [[]]
     size = 0
     sizes = [param.numel() * param.element_size() for param in params]  # unsharded, so that all shards agree
@@ -180,6 +182,7 @@ def make_buckets(groups: Sequence[Group], config: ExchangeConfig) -> list[Bucket
             size = 0
         runs[-1].append(idx)
         size += sizes[idx]
+    # Within a run, parameters keep their order, and equal specs share a block group.
     is_cuda = bool(params) and params[0].device.type == "cuda"
     most = MAX_GROUP_NUMEL_CUDA if is_cuda else MAX_GROUP_NUMEL
     buckets = []
@@ -216,6 +219,7 @@ def make_block_groups(
         spec, grid = make_spec(shape, numels[idx], groups[idx], dense=dense)
         if not grid.count:
             continue
+        # Close a block group before it exceeds the limit, which bounds the temporary blocks.
         slots = unfinished.setdefault(spec, [])
         size = spec.height * spec.width
         if slots and size * (grid.count + sum(slot.grid.count for slot in slots)) > max_numel:
@@ -237,10 +241,12 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
     chunk, topk = group["chunk"], group["topk"]
     is_paper = group["compat"] == "paper"
     is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
+    # Dense exchange: blocks of one element, so that tensors are copied without a transform.
     if dense:
         codec = TopKCodec(1, 1, "fp32" if group["dense"] == "fp32" else "bf16")
         grid = BlockGrid(shape, ((), tuple(range(len(shape)))), 1, 1)
         return BlockSpec(codec, 1, 1, is_matrix, False, group["decay"] if is_matrix else 1.0), grid
+    # Matrix: blocks of the row dims x column dims view, and a share of their coefficients.
     if is_matrix:
         rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _last_dim(shape))
         view: MatrixDims = tuple(rows), tuple(cols)  # hashable, although a user may give lists
@@ -252,6 +258,7 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
         return BlockSpec(codec, grid.height, grid.width, True, group["transform"] == "dct", group["decay"]), grid
+    # Everything else: rows with one scale each, all elements sent.
     view = _last_dim(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
     grid = BlockGrid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
     codec = TopKCodec(grid.width, grid.width, group["dense"])

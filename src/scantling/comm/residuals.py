@@ -1,4 +1,4 @@
-"""Error-feedback state of all parameters: the part of the momentum of a replica that it has not sent yet.
+"""Error-feedback state of all parameters: the part of a replica's momentum that it has not sent yet.
 
     accumulate    M <- decay M + g               before an exchange
     subtract      M <- M - DCT^-1(q)             after it, for the coefficients q that are part of the mean
@@ -39,11 +39,11 @@ MAX_AVERAGED_NUMEL = 1 << 24
 
 
 class Residuals:
-    """Residuals of all parameters, kept in the state of an optimizer or an exchange.
+    """Residuals of all parameters, and with `delay` the pending result, in the state of an optimizer or an exchange.
 
     Args:
         param_groups: groups with all options.
-        state: by parameter; the entries `KEYS` are read and written.
+        state: by parameter; the entries `KEYS` and `pending` are read and written.
         config: options of the exchange.
     """
 
@@ -110,6 +110,7 @@ class Residuals:
             if not valid:
                 continue
             lr = float(group["lr"]) if group["compat"] == "paper" else 1.0  # the published code accumulates lr g
+            # (1)  M <- decay M + g, in one pass over memory where possible
             if gradient is None:
                 residual.mul_(decay)
             elif lr == 1.0:
@@ -129,6 +130,7 @@ class Residuals:
             groups[idx]["compat"] == "paper" or groups[idx]["residual"] != "fp32" for idx in indices
         ):
             return None
+        # The kernel overwrites fp32 residuals in place; other formats need a decoded copy.
         residuals = [self.read(params[idx]) for idx in indices]
         given = [gradient for idx in indices if (gradient := gradients[idx]) is not None]
         if len(given) < len(indices) or not triton.can_select(block_group, residuals, given):
@@ -148,6 +150,7 @@ class Residuals:
         """
         if not keeps_residuals(block_group, self.config):
             return
+        # Decode each residual once, although coefficients may be added to it twice.
         params = self.params
         changed: dict[int, Tensor] = {}
 
@@ -156,6 +159,7 @@ class Residuals:
                 changed[idx] = self.read(params[idx])
             return changed[idx]
 
+        # (4)  M <- M - DCT^-1(q), and for an owner + DCT^-1(its rounding error of the mean)
         for coefficients, sign in ((outcome.applied, -1.0), (outcome.owner_error, 1.0)):
             if coefficients is not None:
                 block_group.add_sparse(*coefficients, sign, to=read)
@@ -190,6 +194,7 @@ class Residuals:
     def _average_batch(self, replicas: ReplicaGroup, batch: Sequence[tuple[int, Tensor]]) -> None:
         if not batch:
             return
+        # One flat buffer: few large collectives instead of one for each parameter.
         mean = replicas.all_reduce_mean(torch.cat([residual.flatten() for _, residual in batch]))
         parts = torch.split(mean, [residual.numel() for _, residual in batch])
         for (idx, residual), part in zip(batch, parts, strict=True):
@@ -204,8 +209,33 @@ class Residuals:
                     residual = self.read(params[slot.param])
                     yield slot.param, residual if all_finite([residual]) else torch.zeros_like(residual)
 
+    def set_pending(self, result: Sequence[Tensor] | None) -> None:
+        """Store a result of an exchange that is applied in a later step."""
+        for param, value in zip(self.params, result or [], strict=False):
+            self.state.setdefault(param, {})["pending"] = value
+
+    def take_pending(self) -> list[Tensor] | None:
+        """Remove and return the pending result, if there is one."""
+        params = self.params
+        pending = [self.state[param].pop("pending", None) if param in self.state else None for param in params]
+        return fill_zeros(pending, params) if any(value is not None for value in pending) else None
+
+    def pending_state_dict(self) -> dict[str, Tensor]:
+        """Return the pending result by the names of the parameters; empty without one."""
+        pairs = zip(parameter_names(self.param_groups), self.params, strict=True)
+        return {name: self.state[param]["pending"] for name, param in pairs if "pending" in self.state.get(param, {})}
+
+    def load_pending_state_dict(self, pending: Mapping[str, Tensor]) -> None:
+        """Load a pending result, which replaces the current one."""
+        for name, param in zip(parameter_names(self.param_groups), self.params, strict=True):
+            self.state.get(param, {}).pop("pending", None)
+            if name in pending:
+                self.state.setdefault(param, {})["pending"] = pending[name].to(to_local(param).device, copy=True)
+
     def slice(self, param: Tensor, dim: int, index: Tensor) -> None:
-        """Keep some indices, 1-D int64, of one dim of a parameter's residual."""
+        """Keep some indices, 1-D int64, of one dim of a parameter's residual and pending result."""
+        if "pending" in self.state.get(param, {}):
+            self.state[param]["pending"] = self.state[param]["pending"].index_select(dim, index)
         if param in self:
             idx = next(idx for idx, each in enumerate(self.params) if each is param)
             self._write(idx, self.read(param).index_select(dim, index))
@@ -254,6 +284,19 @@ class Residuals:
         self.write(param, value, residual_format(param, group), seed)
 
 
+def fill_zeros(values: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros for parameters without a value, which are frozen, empty on this process, or new."""
+    return [zeros_like_local(param) if value is None else value for value, param in zip(values, params, strict=True)]
+
+
+def zeros_like_local(param: Tensor) -> Tensor:
+    """Return fp32 zeros like the local shard of a parameter; for a frozen one they take no memory."""
+    part = to_local(param)
+    if param.requires_grad:
+        return torch.zeros_like(part, dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
+
+
 def rounding_seed(step: int, turn: int, idx: int) -> int:
     """Return the seed of one stochastic rounding: before (turn 0) or after (turn 1) the exchange of a step."""
     return ((2 * step + turn) << 24) + idx
@@ -283,6 +326,7 @@ def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
     """Return int8 codes of the shape of `value`, and the scale of each row of `RESIDUAL_ROW` elements."""
     rows = split_blocks(value.flatten(), RESIDUAL_ROW)  # (rows, RESIDUAL_ROW)
     scale = rows.abs().amax(1)
+    # Seeded noise: a resumed run rounds as the uninterrupted one does.
     noise = None
     if seed is not None:
         generator = torch.Generator(value.device).manual_seed(seed)

@@ -1,1 +1,1 @@
-"""The processes of a run: their context, exchanges of small objects, failures of peers, and shared folders."""
+"""Processes of a run: their context, collectives of small objects, errors of peers, and shared folders."""

@@ -1,6 +1,6 @@
-"""The process's context in the run: rank, world size and device.
+"""Context of one process in a run: rank, world size and device.
 
-One process needs no process group. Several are started by torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK.
+One process needs no process group. torchrun starts several and sets RANK, WORLD_SIZE and LOCAL_RANK.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from scantling.errors import RunError, ScantlingError, SilentPeerError, UserErro
 from scantling.torchrun_env import local_rank_from_env, rank_from_env, world_size_from_env
 
 DEVICES = ("auto", "cpu", "cuda")
-"""Device names that a user can give; `auto` is the GPU if there is one."""
+"""Allowed device names; `auto` is the GPU if there is one."""
 TIMEOUT_S = 300.0
-"""How long a collective may take."""
+"""Timeout of a collective in seconds."""
 PREPARATION_S = 6 * 3600.0
-"""How long processes wait for one that still prepares its data, or sums up a checkpoint."""
+"""Seconds that processes wait for one that prepares data or computes checksums of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class DistContext:
     """Rank, number of processes and device of this process.
 
     Attributes:
-        writers: by rank, the lowest rank that sees the same run directory, which writes what the ranks there share.
-            Empty if all ranks see the same.
+        writers: by rank, the lowest rank that sees the same run directory; that rank writes the shared files there.
+            Empty if all ranks see the same directory.
         hosts: by rank, the name of its machine, for messages; may be empty.
-        wait_group: a gloo group with a timeout of hours, whose connections show at once that a process died.
+        wait_group: gloo group with a timeout of hours; its connections fail at once if a process dies.
     """
 
     rank: int
@@ -63,26 +63,26 @@ class DistContext:
 
     @property
     def is_writer(self) -> bool:
-        """True for the rank that writes into the run directory that it sees."""
+        """True if this rank writes the shared files of its run directory."""
         return self.rank == (self.writers[self.rank] if self.writers else 0)
 
     @property
     def has_separate_folders(self) -> bool:
-        """True if some ranks see another run directory than others."""
+        """True if ranks see different run directories."""
         return len(set(self.writers)) > 1
 
     def ranks_sharing(self, writer: int) -> list[int]:
-        """List the ranks that see the run directory of a writer."""
+        """Return the ranks that see the run directory of a writer."""
         return [rank for rank in range(self.world_size) if not self.writers or self.writers[rank] == writer]
 
     def describe_rank(self, rank: int) -> str:
-        """Return a rank and its machine in words."""
+        """Return a description of a rank with its machine."""
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
 
-    def collect_errors(self, own: str | None) -> str | None:
-        """Return the problems of all ranks as one text, or None if none has one. Collective: a gather."""
+    def collect_errors(self, error: str | None) -> str | None:
+        """Return the error texts of all ranks as one text, or None without an error. Collective: an all-gather."""
         by_text: dict[str, list[int]] = {}
-        for rank, text in enumerate(self.all_gather_object(own)):
+        for rank, text in enumerate(self.all_gather_object(error)):
             if text is not None:
                 by_text.setdefault(text, []).append(rank)
         if [*by_text.values()] == [[0]] and not self.has_separate_folders:
@@ -92,15 +92,14 @@ class DistContext:
         )
 
     def run_on_all(self, action: Callable[[], None], *, taking_part: bool = True) -> None:
-        """Run an action, and go on only if it succeeds on all ranks. Collective: two gathers.
+        """Run an action and raise on all ranks if it fails on one. Collectives: two all-gathers.
 
         Args:
-            action: without collectives.
+            action: a function without collectives.
             taking_part: False on ranks that only wait for the others.
 
         Raises:
-            UserError: the action raised it on a rank; on each rank with the text and the name of that rank.
-            RunError: the same.
+            UserError, RunError: the action raised it on a rank; the message names that rank.
         """
         if self.world_size == 1:
             action()
@@ -111,82 +110,82 @@ class DistContext:
                 action()
             except (UserError, RunError) as raised:
                 error = raised
-        problem = self.collect_errors(None if error is None else str(error))
-        if problem is None:
+        text = self.collect_errors(None if error is None else str(error))
+        if text is None:
             return
         is_input = any(self.all_gather_object(isinstance(error, UserError)))
-        agreed = (UserError if is_input else RunError)(problem)
-        agreed.relayed = True
-        raise agreed from error
+        common = (UserError if is_input else RunError)(text)
+        common.relayed = True
+        raise common from error
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over all processes, in place. Collective: one all-reduce when there are several."""
+        """Sum a small tensor over all processes in place. Collective: one all-reduce."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Give rank 0's JSON value to all. Collective: broadcasts when there are several."""
+        """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
         return to_json_types(value) if self.world_size == 1 else broadcast_json(value)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, on every rank. Collective: all-gathers when there are several."""
+        """Return the JSON values of all ranks on every rank. Collectives: two all-gathers."""
         return [to_json_types(value)] if self.world_size == 1 else all_gather_json(value)
 
     def all_gather_arrays(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """Return every rank's array, on every rank. Collective: all-gathers when there are several."""
+        """Return the arrays of all ranks on every rank. Collectives: four all-gathers."""
         return [array] if self.world_size == 1 else all_gather_arrays(array)
 
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
 
-    def wait_for_all(self, within_s: float = PREPARATION_S) -> None:
-        """Wait until all processes are here, for hours where a collective waits for minutes.
+    def wait_for_all(self, timeout_s: float = PREPARATION_S) -> None:
+        """Wait for all processes, by default for hours, while a collective waits for minutes.
 
-        Each process has to call it as often as the others.
+        Every process must call it the same number of times.
 
         Raises:
-            SilentPeerError: with the ranks that did not come, or that ended before.
+            SilentPeerError: some ranks did not arrive, or ended; the message names them.
         """
         if self.world_size == 1:
             return
         try:
             arrival = None if self.wait_group is None else dist.barrier(self.wait_group, async_op=True)
-            wait_for_ranks(group_store(), self.rank, self.world_size, within_s, arrival=arrival)
+            wait_for_ranks(group_store(), self.rank, self.world_size, timeout_s, arrival=arrival)
             if arrival is not None:
                 arrival.wait()
         except ScantlingError:
             raise
         except RuntimeError as error:
             if "gloo" in str(error):
-                if ended := _ended(self):  # their connections close after they have said why
+                if ended := _failed_ranks(self):  # they record the reason before their connections close
                     raise relayed_error(group_store(), ended) from error
-                raise  # `name_silent_ranks` looks for who died
+                raise  # `name_silent_ranks` finds the dead rank
             raise SilentPeerError(
-                "the process that holds the store of the group, in general rank 0, ended while others waited "
-                f"for each other ({first_line(error)}); what it says is the reason"
+                "the process with the store of the group, usually rank 0, ended while others waited "
+                f"({first_line(error)}); see its message for the reason"
             ) from error
 
 
 SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
-"""One process that speaks to no other."""
+"""Context of a single process on the CPU."""
 
 
 def is_restart() -> bool:
-    """Return True if torchrun has restarted the processes after one of them died."""
+    """Return True if torchrun restarted the processes after one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def launch_id() -> str:
-    """Return the name of this torchrun start, the same after a restart: its id, or else its host and process."""
+    """Return an identifier of this torchrun launch, the same after a restart: its run id, or host and process id."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return name if name != "none" else f"{platform.node()} {os.getppid()}"
 
 
-def _join(backend: str, timeout: timedelta) -> None:
-    """Join the group once all processes are there, so that one that failed before keeps none waiting."""
-    known, seconds = os.environ.get, timeout.total_seconds()
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """Create the process group once all processes have arrived, so that an early failure blocks no other process."""
+    get, seconds = os.environ.get, timeout.total_seconds()
     try:
         store = open_store(seconds)
         store.set_timeout(timeout)
@@ -194,13 +193,13 @@ def _join(backend: str, timeout: timedelta) -> None:
         wait_for_ranks(store, rank, world_size, seconds, pause_s=0.1)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except ValueError as error:
-        raise UserError(f"WORLD_SIZE is {known('WORLD_SIZE')}, but {error}; start the processes by torchrun") from None
+        raise UserError(f"WORLD_SIZE is {get('WORLD_SIZE')}, but {error}; start the processes with torchrun") from None
     except (dist.DistError, SilentPeerError) as error:
-        address = f"{known('MASTER_ADDR', '?')}:{known('MASTER_PORT', '?')}"
+        address = f"{get('MASTER_ADDR', '?')}:{get('MASTER_PORT', '?')}"
         raise SilentPeerError(
-            f"the processes did not find each other within {seconds:g} s by way of {address}: "
-            f"{first_line(error)}. Look whether all {known('WORLD_SIZE')} were started, rank 0 there, "
-            "at firewalls, and at GLOO_SOCKET_IFNAME, which names the interface to use"
+            f"the processes did not connect to {address} within {seconds:g} s: {first_line(error)}. Check that all "
+            f"{get('WORLD_SIZE')} were started and that rank 0 runs there, the firewalls, and GLOO_SOCKET_IFNAME, the "
+            "network interface to use"
         ) from error
 
 
@@ -208,26 +207,26 @@ def device_type(device: str) -> str:
     """Return "cuda" or "cpu" for a device that a user named, "auto" included.
 
     Raises:
-        UserError: another device, or CUDA was asked for and there is none.
+        UserError: an unknown device, or "cuda" without a CUDA device.
     """
     if device not in DEVICES:
-        raise UserError(f"the device is one of {', '.join(DEVICES)}; given '{device}'")
+        raise UserError(f"device must be one of {', '.join(DEVICES)}; given '{device}'")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("the device is to be 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+        raise UserError("device is 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
 def init_distributed(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[DistContext]:
-    """Join the process group of torchrun, or stand alone, and leave it at the end.
+    """Yield the context of this process; create the process group of torchrun's processes and destroy it at the end.
 
     Args:
-        device: "auto" (the GPU where there is one), "cpu" or "cuda".
-        timeout_s: how long a collective may take before it is an error.
+        device: "auto" (the GPU if there is one), "cpu" or "cuda".
+        timeout_s: timeout of a collective in seconds.
 
     Raises:
-        UserError: another device, or CUDA was asked for and there is none.
-        SilentPeerError: a process that does not answer in time.
+        UserError: an unknown device, or "cuda" without a CUDA device.
+        SilentPeerError: a process does not answer in time.
     """
     with report_errors_to_peers():
         use_cuda = device_type(device) == "cuda"
@@ -239,9 +238,9 @@ def init_distributed(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> I
         )
         if use_cuda:
             torch.cuda.set_device(context.device)
-        ours = world_size > 1 and not dist.is_initialized()
-        if ours:
-            _join("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
+        owns_group = world_size > 1 and not dist.is_initialized()
+        if owns_group:
+            _init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
         elif world_size > 1:
             wait_for_ranks(group_store(), rank, world_size, timeout_s, pause_s=0.1)
         try:
@@ -254,27 +253,27 @@ def init_distributed(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> I
         except BaseException as error:
             if world_size == 1:
                 raise
-            reason = _reason(error, context)
+            reason = _find_reason(error, context)
             record_error(group_store(), reason)
             with contextlib.suppress(RuntimeError):
-                record_failure()  # others need not look who is silent
+                record_failure()  # others do not report this rank as silent
             if reason is error:
                 raise
             raise reason from error
         finally:
-            if ours and dist.is_initialized():
+            if owns_group and dist.is_initialized():
                 dist.destroy_process_group()
 
 
-def _reason(error: BaseException, context: DistContext) -> BaseException:
-    """Return why another process ended if that is why this one cannot go on, else the error itself."""
-    if isinstance(error, SilentPeerError) and (ended := _ended(context)):
+def _find_reason(error: BaseException, context: DistContext) -> BaseException:
+    """Return the error of another process if it caused this one, else the error itself."""
+    if isinstance(error, SilentPeerError) and (ended := _failed_ranks(context)):
         return relayed_error(group_store(), ended)
     return error
 
 
-def _ended(context: DistContext) -> list[int]:
-    """List the other ranks that ended with an error of their own; none if the store is gone."""
+def _failed_ranks(context: DistContext) -> list[int]:
+    """Return the other ranks that failed first; empty if the store is gone."""
     with contextlib.suppress(RuntimeError):
         return find_original_failures(
             group_store(), [rank for rank in range(context.world_size) if rank != context.rank]

@@ -1,6 +1,6 @@
-"""Collectives of JSON values and arrays: nothing that one process receives from another can run code there.
+"""Collectives of JSON values and arrays; received values cannot run code.
 
-`torch.distributed`'s collectives of objects send pickles, which run code when they are read.
+The object collectives of `torch.distributed` send pickles, which can run code when they are loaded.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch.distributed as dist
 from scantling.numerics.torch_private import default_group_devices
 
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-"""Dtypes by the names that tensors are sent and stored under, such as `float32`."""
+"""Dtypes by their names in messages and files, such as `float32`."""
 
 
 def to_json_types(value: Any) -> Any:
-    """Return a value as JSON gives it back: tuples as lists, keys as texts.
+    """Return a value as it is after a JSON round trip: tuples as lists, keys as strings.
 
     Raises:
-        TypeError: it is not a JSON value.
+        TypeError: the value is not JSON.
     """
     return json.loads(json.dumps(value))
 
 
 def broadcast_json(value: Any) -> Any:
-    """Return rank 0's JSON value on every rank. Collective: two broadcasts."""
+    """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
     content = _to_bytes(json.dumps(value).encode()) if dist.get_rank() == 0 else None
     length = torch.tensor([0 if content is None else content.numel()], device=_device())
     dist.broadcast(length, src=0)
@@ -39,38 +39,38 @@ def broadcast_json(value: Any) -> Any:
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of one rank on every rank, on the CPU. Collective: broadcasts.
+    """Return the tensors of one rank on every rank, on the CPU. Collectives: two all-gathers, a broadcast per tensor.
 
     Args:
-        tensors: on rank `src` what is sent, on other ranks ignored.
-        src: the rank that sends.
+        tensors: the tensors to send on rank `src`; ignored on other ranks.
+        src: the sending rank.
     """
     sent = list(tensors.items()) if tensors is not None and dist.get_rank() == src else []
-    listed = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in sent]
-    about = all_gather_json(listed)[src]
-    found: dict[str, torch.Tensor] = {}
-    for index, (key, dtype, shape) in enumerate(about):
-        whole = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=DTYPES[dtype])
-        if whole.numel():
-            content = whole.reshape(-1).view(torch.uint8).to(_device())
+    headers = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in sent]
+    headers = all_gather_json(headers)[src]
+    received: dict[str, torch.Tensor] = {}
+    for index, (key, dtype, shape) in enumerate(headers):
+        tensor = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=DTYPES[dtype])
+        if tensor.numel():
+            content = tensor.reshape(-1).view(torch.uint8).to(_device())
             dist.broadcast(content, src=src)
-            whole = content.cpu().view(DTYPES[dtype]).reshape(shape)
-        found[key] = whole
-    return found
+            tensor = content.cpu().view(DTYPES[dtype]).reshape(shape)
+        received[key] = tensor
+    return received
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Return every rank's JSON value, by rank, on every rank. Collective: two all-gathers."""
+    """Return the JSON values of all ranks, in order. Collectives: two all-gathers."""
     return [json.loads(each) for each in _gather_bytes(json.dumps(value).encode())]
 
 
 def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return every rank's array of numbers, by rank, on every rank; shapes may differ. Collective: four all-gathers."""
-    about = all_gather_json([array.dtype.str, array.shape])
+    """Return the arrays of all ranks, in order; shapes may differ. Collectives: four all-gathers."""
+    headers = all_gather_json([array.dtype.str, array.shape])
     parts = _gather_bytes(np.ascontiguousarray(array).tobytes())
     return [
         np.frombuffer(part, dtype=np.dtype(dtype)).reshape(shape)
-        for part, (dtype, shape) in zip(parts, about, strict=True)
+        for part, (dtype, shape) in zip(parts, headers, strict=True)
     ]
 
 
@@ -98,8 +98,8 @@ def _from_bytes(content: torch.Tensor) -> bytes:
 
 
 def _device() -> torch.device:
-    """Return a device whose tensors the default process group can send; a group of NCCL alone has only the GPU's."""
-    kinds = default_group_devices()
-    if torch.device("cpu") in kinds:
+    """Return a device that the default process group supports; with NCCL only, that is the GPU."""
+    types = default_group_devices()
+    if torch.device("cpu") in types:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.device("cuda") in kinds else kinds[0]
+    return torch.device("cuda", torch.cuda.current_device()) if torch.device("cuda") in types else types[0]

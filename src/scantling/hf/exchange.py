@@ -53,8 +53,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             file = self.checkpoint / FILE.format(self.exchange.replicas.rank)
             if not file.is_file():
                 raise UserError(
-                    f"{file} is missing: every process keeps residuals of its own there. Resume with as many processes "
-                    "as wrote the checkpoint"
+                    f"{file} is missing, which holds the residuals of this process. Resume with the same number of "
+                    "processes as wrote the checkpoint"
                 )
             self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
 
@@ -67,8 +67,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
                 self._hooked = model
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError(
-                f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes and "
-                "not in DistributedDataParallel, whose averaging is what the exchange replaces; on CPUs give "
+                f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes "
+                "without DistributedDataParallel, whose averaging the exchange replaces; on CPUs use "
                 "TrainingArguments(use_cpu=True)"
             )
 
@@ -78,9 +78,9 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and self.exchange is not None:
-            figures = {"wire_bytes": self.exchange.wire_bytes}
-            logs.update(figures)
-            state.log_history[-1].update(figures)  # the log entry was copied before callbacks run
+            metrics = {"wire_bytes": self.exchange.wire_bytes}
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)  # the log entry was copied before callbacks run
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.exchange is None:
@@ -98,8 +98,8 @@ def _check_optimizer(optimizer: Any) -> None:
     optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's wrapper
     if isinstance(optimizer, DeMo | LocalSteps):
         raise UserError(
-            f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which exchanges too, so that "
-            "everything would be exchanged twice. Use sc.hf.sign(lr=...), which with attach is DeMo"
+            f"sc.hf.attach: the Trainer's optimizer is {type(optimizer).__name__}, which also exchanges, so that "
+            "everything would be exchanged twice; use sc.hf.sign(lr=...), which with attach is DeMo"
         )
 
 
@@ -116,8 +116,8 @@ def _check_saves(args: Any) -> None:
         folder, DistContext(dist.get_rank(), dist.get_world_size(), args.device)
     ).has_separate_folders:
         raise UserError(
-            f"sc.hf.attach: the machines do not share the output_dir {folder}, so that a checkpoint would hold the "
-            "model on one of them alone; set save_on_each_node=True in TrainingArguments"
+            f"sc.hf.attach: the machines do not share the output_dir {folder}, so that only one of them would have "
+            "the model of a checkpoint; set save_on_each_node=True in TrainingArguments"
         )
 
 
@@ -148,33 +148,35 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if enabled:
             raise UserError(
-                f"sc.hf.attach: under {name} the Trainer averages gradients over all processes before anybody sees "
-                "them. Use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a loop of your own"
+                f"sc.hf.attach: with {name} the Trainer averages gradients over all processes before callbacks run; "
+                "use DistributedDataParallel (torchrun alone), or sc.DeMo with FSDP2 in a custom loop"
             )
     if trainer.args.fp16:
-        raise UserError("sc.hf.attach: fp16 scales the loss anew now and then, which a momentum would keep; use bf16")
+        raise UserError(
+            "sc.hf.attach: fp16 changes the loss scale during training, and the momentum would mix scales; use bf16"
+        )
     if getattr(trainer.args, "enable_jit_checkpoint", False):
         raise UserError(
-            "sc.hf.attach: enable_jit_checkpoint saves without calling callbacks, so that what each process keeps for "
-            "itself would be missing from the checkpoint; leave it out"
+            "sc.hf.attach: enable_jit_checkpoint saves without calling callbacks, so that the residuals would be "
+            "missing from the checkpoint; leave it out"
         )
     if options.get("overlap"):
-        raise UserError("sc.hf.attach: the Trainer clips gradients, for which overlap cannot wait; leave it out")
+        raise UserError("sc.hf.attach: overlap sends gradients before the Trainer clips them; leave it out")
     MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # validates the options now
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
-        raise UserError("sc.hf.attach: this Trainer exchanges momentum already; attach once")
+        raise UserError("sc.hf.attach: this Trainer already exchanges momentum; call attach once")
     _check_optimizer(trainer.optimizer)
     callback = ExchangeCallback(trainer, options)
     trainer.add_callback(callback)
     train = trainer.train
 
     @functools.wraps(train)
-    def train_and_note(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        found = resume_from_checkpoint
-        if isinstance(found, bool) and found:
-            found = get_last_checkpoint(trainer.args.output_dir)
-        callback.checkpoint = Path(found) if found else None
+    def train_from(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(trainer.args.output_dir)
+        callback.checkpoint = Path(checkpoint) if checkpoint else None
         return train(resume_from_checkpoint, *args, **kwargs)
 
-    trainer.train = train_and_note
+    trainer.train = train_from
     return callback

@@ -70,9 +70,9 @@ class RankCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with torch.enable_grad():
-            price = self.adapter.loss(torch.zeros((), device=self.adapter.device))
-        if price.requires_grad:
-            price.backward()  # type: ignore[no-untyped-call]
+            penalty = self.adapter.loss(torch.zeros((), device=self.adapter.device))
+        if penalty.requires_grad:
+            penalty.backward()  # type: ignore[no-untyped-call]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and self.adapter.is_attached:

@@ -69,19 +69,13 @@ def num_parameters(sizes: Sequence[int], ranks: Sequence[int]) -> int:
     return sum(left * size * right for left, size, right in zip(ranks[:-1], sizes, ranks[1:], strict=True))
 
 
-def merge(cores: Sequence[Tensor]) -> Tensor:
-    """Contract neighboring cores from the left: (r, all modes as one, r')."""
-    merged = cores[0].flatten(1, -2)
-    for core in cores[1:]:
-        flat = core.flatten(1, -2)
-        product = merged.flatten(0, 1) @ flat.flatten(1)
-        merged = product.view(merged.shape[0], merged.shape[1] * flat.shape[1], flat.shape[2])
-    return merged
-
-
 def dense(cores: Sequence[Tensor]) -> Tensor:
     """Return the full tensor, its modes in the order of the cores: (modes of core 1..., modes of core 2..., ...)."""
-    return merge(cores).view([size for core in cores for size in core.shape[1:-1]])
+    merged = cores[0].flatten(0, -2)  # (modes so far, r_t)
+    for core in cores[1:]:
+        numel = merged.shape[0] * core.shape[1:-1].numel()  # not -1: a bond may have no ranks
+        merged = (merged @ core.flatten(1)).reshape(numel, core.shape[-1])
+    return merged.view([size for core in cores for size in core.shape[1:-1]])
 
 
 def squared_norm(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> Tensor:
@@ -97,6 +91,7 @@ def squared_norm(cores: Sequence[Tensor], box: Sequence[Box] | None = None) -> T
     factor = cores[0].new_ones(1, 1)
     for i, core in enumerate(cores):
         part = core if box is None else core[(slice(None), *box[i])]
+        # R of (R_{t-1} G_t), with (r_{t-1} modes, r_t) rows and columns: |W|^2 = |R_n|^2
         factor = torch.linalg.qr((factor @ part.flatten(1)).reshape(-1, part.shape[-1]), mode="r").R
     return factor.square().sum()
 
@@ -109,7 +104,6 @@ def random_cores(
     center: int,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
     """Return random cores whose tensor has exactly the given norm outside of the padding.
@@ -125,7 +119,7 @@ def random_cores(
         norm: Frobenius norm of the tensor.
         boxes: disjoint boxes, each with one slice per mode of every core: the part of the tensor that is not padding.
         center: number of cores on the left.
-        dtype, device: dtype and device of the cores.
+        dtype: dtype of the cores.
         generator: random generator.
     """
     cores = []
@@ -139,7 +133,7 @@ def random_cores(
     total = sum(float(squared_norm(cores, box)) for box in boxes)
     # An equal share of the scale for each core; the padding does not count towards the norm.
     factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
-    return [(core * factor).to(device=device, dtype=dtype or torch.get_default_dtype()) for core in cores]
+    return [(core * factor).to(dtype or torch.get_default_dtype()) for core in cores]
 
 
 def _orthonormal(gaussian: Tensor) -> Tensor:

@@ -99,12 +99,7 @@ class TTMEmbedding(TTLayer):
             )
         self.padding_idx = _check_padding_idx(padding_idx, num_embeddings)
         self.capacity = None if capacity is None else check_size(capacity, "capacity")
-        shapes = self._mode_shapes()
-        ranks = clip_ranks(rank, [prod(shape) for shape in shapes])
-        self.cores = nn.ParameterList(
-            torch.empty(left, *shape, right, device=device, dtype=dtype)
-            for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
-        )
+        self.set_empty_cores(clip_ranks(rank, [prod(shape) for shape in self.mode_shapes()]), device, dtype)
         if self.cores[0].device.type != "meta":
             self.reset_parameters()
 
@@ -121,11 +116,8 @@ class TTMEmbedding(TTLayer):
             for rows in boxes(self.num_embeddings, self.row_modes)
             for cols in boxes(self.embedding_dim, self.col_modes)
         ]
-        shapes = self._mode_shapes()
-        drawn = random_cores(shapes, self.ranks, norm, valid, len(shapes) // 2, generator=generator)
-        with torch.no_grad():
-            for core, value in zip(self.cores, drawn, strict=True):
-                core.copy_(value)
+        center = len(self.cores) // 2
+        self.set_core_values(random_cores(self.mode_shapes(), self.ranks, norm, valid, center, generator=generator))
 
     @property
     def network(self) -> Lookup:
@@ -303,7 +295,6 @@ class TTMEmbedding(TTLayer):
         tensor = tensor.permute([dim for core in range(num_cores) for dim in (core, num_cores + core)])
         made._set_closest_cores(
             tensor,  # (row mode 1, column mode 1, row mode 2, column mode 2, ...)
-            made._mode_shapes(),
             has_ranks=rank is not None,
             error=error,
             dense_numel=weight.numel(),
@@ -331,7 +322,7 @@ class TTMEmbedding(TTLayer):
             + ("" if self.formats is None else f", {self.formats}")
         )
 
-    def _mode_shapes(self) -> list[tuple[int, ...]]:
+    def mode_shapes(self) -> list[tuple[int, ...]]:
         return list(zip(self.row_modes, self.col_modes, strict=True))
 
 

@@ -80,7 +80,7 @@ class Importance:
         ).square()
         previous = torch.zeros_like(squares) if self._squares is None else self._squares.to(squares)
         squares = torch.where(torch.isfinite(squares), squares, previous)
-        # No gradient at all means that gradients were freed, so the mean stays as it is.
+        # I_j without the factor d_j^2, which `scores` multiplies. If all gradients are 0, they were freed: no change.
         self._squares = torch.where(squares.any(), previous.lerp(squares, 1.0 - self._memory), previous)
 
     def scores(self, gate_values: Tensor) -> Tensor | None:

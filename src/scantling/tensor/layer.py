@@ -119,6 +119,25 @@ class TTLayer(nn.Module):
         """Elements of each core without its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
 
+    def mode_shapes(self) -> list[tuple[int, ...]]:
+        """Return the mode sizes of each core."""
+        raise NotImplementedError
+
+    def set_empty_cores(
+        self, ranks: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Replace the cores by uninitialized ones with these ranks of all bonds, including the outer ones."""
+        self.cores = nn.ParameterList(
+            torch.empty(left, *shape, right, device=device, dtype=dtype)
+            for left, shape, right in zip(ranks[:-1], self.mode_shapes(), ranks[1:], strict=True)
+        )
+
+    @torch.no_grad()
+    def set_core_values(self, values: Sequence[Tensor]) -> None:
+        """Copy values into the cores, which stay the same parameters."""
+        for core, value in zip(self.cores, values, strict=True):
+            core.copy_(value)
+
     def check_input(self, x: Tensor) -> None:
         """Raise unless the layer has cores and the input is on their device.
 
@@ -291,8 +310,7 @@ class TTLayer(nn.Module):
     def fold_gates(self) -> None:
         """Multiply the rank gates into the cores and drop them; the output does not change."""
         if self.rank_gates is not None:
-            for core, value in zip(self.cores, self._with_gates(self.chain), strict=True):
-                core.copy_(value)
+            self.set_core_values(self._with_gates(self.chain))
             self.rank_gates = None
 
     def num_parameters(self) -> int:
@@ -302,7 +320,6 @@ class TTLayer(nn.Module):
     def _set_closest_cores(
         self,
         tensor: Tensor,
-        shapes: Sequence[tuple[int, ...]],
         *,
         has_ranks: bool,
         error: float,
@@ -313,7 +330,6 @@ class TTLayer(nn.Module):
 
         Args:
             tensor: tensor whose dims are the modes of all cores in order.
-            shapes: mode sizes of each core.
             has_ranks: True if the ranks of this layer are upper bounds; False for as many ranks as the error needs.
             error: allowed relative Frobenius error.
             dense_numel: number of parameters in the dense weight.
@@ -328,7 +344,7 @@ class TTLayer(nn.Module):
             raise UserError("from_dense: the weight is on the meta device and holds no values; load them first")
         if not bool(torch.isfinite(tensor).all()):
             raise UserError("from_dense: the weight holds NaN or Inf")
-        cores = tt_svd(tensor, shapes, self.ranks if has_ranks else None, error)
+        cores = tt_svd(tensor, self.mode_shapes(), self.ranks if has_ranks else None, error)
         size = sum(core.numel() for core in cores)
         if size > dense_numel:
             text = (

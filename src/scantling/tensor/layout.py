@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from scantling.errors import UserError
@@ -156,17 +155,7 @@ def _options(entry: Entry) -> Entry:
 
 def _set_ranks(layer: TTLinear | TTMEmbedding, entry: Entry) -> None:
     """Set empty cores of these ranks, and rank gates if the entry has them; rank 0: all ranks were removed."""
-    ranks = entry["ranks"]
-    shapes: list[tuple[int, ...]]
-    if isinstance(layer, TTLinear):
-        shapes = [(mode,) for mode in (*layer.in_modes, *layer.out_modes)]
-    else:
-        shapes = [*zip(layer.row_modes, layer.col_modes, strict=True)]
-    core = layer.cores[0]
     # New parameters: ranks of an entry may exceed the limits of the constructor.
-    layer.cores = nn.ParameterList(
-        torch.empty(left, *shape, right, device=core.device, dtype=core.dtype)
-        for left, shape, right in zip(ranks[:-1], shapes, ranks[1:], strict=True)
-    )
+    layer.set_empty_cores(entry["ranks"], layer.cores[0].device, layer.cores[0].dtype)
     if "threshold" in entry:
         layer.attach_gates(float(entry["threshold"]))

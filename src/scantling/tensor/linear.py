@@ -93,12 +93,7 @@ class TTLinear(TTLayer):
         self.out_modes = _modes(out_features, num_modes, out_modes, "out_modes")
         if out_modes is None:
             self.out_modes = self.out_modes[::-1]  # largest modes outermost, where bonds are limited most
-        modes = (*self.in_modes, *self.out_modes)
-        ranks = clip_ranks(rank, modes)
-        self.cores = nn.ParameterList(
-            torch.empty(left, mode, right, device=device, dtype=dtype)
-            for left, mode, right in zip(ranks[:-1], modes, ranks[1:], strict=True)
-        )
+        self.set_empty_cores(clip_ranks(rank, (*self.in_modes, *self.out_modes)), device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if self.cores[0].device.type != "meta":
             self.reset_parameters()
@@ -118,18 +113,18 @@ class TTLinear(TTLayer):
             for rows in boxes(self.in_features, self.in_modes)
             for cols in boxes(self.out_features, self.out_modes)
         ]
-        shapes = [(mode,) for mode in (*self.in_modes, *self.out_modes)]
         if self.activation is not None:
             norm /= sqrt(ACTIVATIONS[self.activation][1])
-        drawn = random_cores(shapes, self.ranks, norm, valid, len(self.in_modes), generator=generator)
+        drawn = random_cores(self.mode_shapes(), self.ranks, norm, valid, len(self.in_modes), generator=generator)
         if self.activation is not None:
             _scale_outputs_only(drawn, len(self.in_modes))
-        with torch.no_grad():
-            for core, value in zip(self.cores, drawn, strict=True):
-                core.copy_(value)
-            if self.bias is not None:
-                bound = 1.0 / sqrt(self.in_features)
-                self.bias.uniform_(-bound, bound, generator=generator)
+        self.set_core_values(drawn)
+        if self.bias is not None:
+            bound = 1.0 / sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound, generator)
+
+    def mode_shapes(self) -> list[tuple[int, ...]]:
+        return [(mode,) for mode in (*self.in_modes, *self.out_modes)]
 
     @property
     def network(self) -> Chain:
@@ -189,11 +184,12 @@ class TTLinear(TTLayer):
         tokens = x if x.ndim == 2 else x.reshape(-1, self.in_features)  # (tokens, in_features)
         tokens = tokens if self.formats is None else self.formats.input(tokens)
         padding = prod(self.in_modes) - self.in_features
-        if padding:
+        if padding:  # (tokens, product of the input modes)
             tokens = nn.functional.pad(tokens, (0, padding))
         multiply = None if self.formats is None else self.formats.matmul
         # Rounded products depend on the order: one order for any number of tokens keeps tokens independent.
         steps: Sequence[Step] = self._best_steps(tokens.shape[0]) if multiply is None else self._many_token_steps
+        # The first product x A may be shared with other layers of the same input.
         rest = None
         if self.shared_input is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.shared_input.first_product(self, x, tokens, steps)
@@ -211,6 +207,7 @@ class TTLinear(TTLayer):
             middle_rank = self.ranks[len(self.in_modes)]
             state = contract(state, blocks[:count], steps[:count], middle_rank, multiply=multiply)
             state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
+        # Padded outputs are sliced off by the caller, so the bias is padded, too.
         bias: Tensor | None = self.bias
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
@@ -271,11 +268,9 @@ class TTLinear(TTLayer):
             device="meta",
             dtype=weight.dtype,
         )
-        modes = (*made.in_modes, *made.out_modes)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
         made._set_closest_cores(
-            nn.functional.pad(weight.t(), padding).reshape(modes),
-            [(mode,) for mode in modes],
+            nn.functional.pad(weight.t(), padding).reshape(*made.in_modes, *made.out_modes),
             has_ranks=rank is not None,
             error=error,
             dense_numel=weight.numel(),

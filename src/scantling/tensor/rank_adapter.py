@@ -140,7 +140,7 @@ class RankAdapter:
         """
         if not torch.is_grad_enabled():
             return task_loss
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # compiled code cannot read versions
             self.observe()
             self._schedule.observe_loss(task_loss, share)
         return self.objective(task_loss, share)
@@ -191,6 +191,7 @@ class RankAdapter:
     def _count_step(self) -> None:
         """Count a step and let the schedule act on it."""
         self._follow()
+        # Before the schedule changes the gates, which is no step.
         self._detector.mark_counted()
         if not self._budget.rank_gates:
             return

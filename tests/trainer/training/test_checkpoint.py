@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scantling.distributed.context import DistContext
-from scantling.distributed.peers import MET, group_store
+from scantling.distributed.peers import ARRIVED, group_store
 from scantling.errors import UserError
 from scantling.trainer.training import checkpoint
 from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State, find_damage
@@ -126,7 +126,7 @@ def slow_sums(folder: Path) -> None:
 
     def summed(path: Path) -> dict[str, Any]:
         until = time.monotonic() + 60
-        while store.add(f"{MET}1", 0) <= store.add(f"{MET}0", 0):
+        while store.add(f"{ARRIVED}1", 0) <= store.add(f"{ARRIVED}0", 0):
             assert time.monotonic() < until, "the other process waits in a collective"
             time.sleep(0.01)
         return digest(path)

@@ -26,7 +26,7 @@ def test_process_without_peers_names_the_address(rank: int, monkeypatch: pytest.
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
     with (
-        pytest.raises(SilentPeerError, match=rf"did not find each other within 2 s by way of 127\.0\.0\.1:{port}"),
+        pytest.raises(SilentPeerError, match=rf"did not connect to 127\.0\.0\.1:{port}"),
         init_distributed("cpu", timeout_s=2.0),
     ):
         pass
@@ -89,7 +89,7 @@ def meetings(world: int) -> None:
         context.wait_for_all()
     store = group_store()
     if rank != 1:
-        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not come in 2 s$"):
+        with pytest.raises(SilentPeerError, match=rf"^rank 1 of {world} did not arrive within 2 s$"):
             context.wait_for_all(2.0)
         store.add("waited", 1)
         with pytest.raises(RunError, match=r"^rank 1 on .* ended: no bread$"):

@@ -80,6 +80,7 @@ class BlockGrid:
         """Return the blocks of a tensor of `shape`: (count, height, width); written to `out` if given, in its dtype."""
         if out is None:
             out = value.new_empty(self.count, self.height, self.width)
+        # Single elements (dense exchange): only reorder the dims.
         if self.height == self.width == 1:
             out.view([self.shape[dim] for dim in self._order]).copy_(value.permute(self._order))
             return out
@@ -87,6 +88,7 @@ class BlockGrid:
         if self.is_padded:
             padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
             matrices = torch.nn.functional.pad(matrices, padding)
+        # (stack, rows, cols) -> (stack, down, across, height, width)
         blocks = matrices.view(self.stack, self.down, self.height, self.across, self.width).transpose(2, 3)
         out.view(blocks.shape).copy_(blocks)
         return out
@@ -95,6 +97,7 @@ class BlockGrid:
         """Return the tensor of `shape` that has these blocks; padding is dropped."""
         if self.height == self.width == 1:
             return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
+        # (stack, down, across, height, width) -> (stack, rows, cols), without the padding
         parts = blocks.view(self.stack, self.down, self.across, self.height, self.width).transpose(2, 3)
         padded = parts.reshape(self.stack, self.down * self.height, self.across * self.width)
         matrices = padded[:, : self.rows, : self.cols].reshape([self.shape[dim] for dim in self._order])
@@ -112,10 +115,12 @@ class BlockGrid:
             values: (count, k).
             to: a tensor for which `is_row_major` holds.
         """
+        # Position of each element: block -> (matrix, block row, block column) -> row and column of the matrix.
         block = torch.arange(self.count, device=index.device)[:, None]
         within, across = block // self.across, block % self.across
         row = (within % self.down) * self.height + index // self.width
         column = across * self.width + index % self.width
+        # Elements in the padding become zeros at the last row or column.
         if self.is_padded:
             values = values * ((row < self.rows) & (column < self.cols))
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.cols - 1)

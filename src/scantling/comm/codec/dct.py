@@ -52,6 +52,7 @@ def inverse_sparse(index: Tensor, values: Tensor, height: int, width: int) -> Te
         (count, height, width). Cheaper than `inverse` while k is under about the width.
     """
     down, across = basis(height, values.device, values.dtype), basis(width, values.device, values.dtype)
+    # sum over k of v_k C_h[u_k]^T C_w[w_k], as one batched product
     columns = down[index // width] * values.unsqueeze(-1)
     with without_autocast(values.device):
         return columns.transpose(1, 2) @ across[index % width]
@@ -66,6 +67,7 @@ def _multiply(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
     """Return left B right for each block B."""
     out = torch.empty_like(blocks)
     with without_autocast(blocks.device):
+        # Blocks that fit into the cache, so that the first product is still there for the second.
         for part, room in zip(split_for_cache(blocks), split_for_cache(out), strict=True):
             torch.matmul(left, part @ right, out=room)
     return out

@@ -81,9 +81,11 @@ def select(
     g = tl.load(pointer(table, fields + _GRADIENT, gradient, aligned) + offset, inside, other=0.0).to(tl.float32)
     x = g + decay * tl.load(target, inside, other=0.0)
     tl.store(target, x, inside)
+    # Q = C_h B C_w^T
     if transformed:
         x = tl.dot(_load_basis(down_basis, down), x, input_precision=precision)
         x = tl.dot(x, tl.trans(_load_basis(across_basis, across)), input_precision=precision)
+    # Magnitudes as integers; padding is smaller than all of them.
     known = (i < height)[:, None] & (j < width)[None, :]
     key = tl.where(known, tl.abs(x).to(tl.int32, bitcast=True), -1)
     least = 0  # k-th largest key, found bit by bit: as integers, magnitudes keep their order
@@ -91,6 +93,7 @@ def select(
         trial = least | (1 << (30 - step))
         reached = tl.sum(tl.sum((key >= trial).to(tl.int32), 1), 0)
         least = tl.where(reached >= k, trial, least)
+    # All keys above the k-th largest, and the first equal ones until there are k.
     flat = tl.reshape(key, (down * across,))
     above, equal = (flat > least).to(tl.int32), (flat == least).to(tl.int32)
     chosen = (above == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= k - tl.sum(above, 0)))
@@ -111,6 +114,7 @@ def add_transformed(
         index, values: (blocks, count); equal indices of a block are added in order.
     """
     fields, offset, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
+    # Scatter the coefficients into a block on chip, then B = C_h^T Q C_w.
     coefficients = tl.zeros((down, across), tl.float32)
     first = tl.program_id(0).to(tl.int64) * count
     for n in range(count):

@@ -60,6 +60,7 @@ def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tens
     for sender, message in enumerate(messages):
         if message.numel() < HEADER_BYTES:
             raise PayloadError(f"rank {sender} sent {message.numel()} bytes, less than a header. {_ADVICE}")
+    # Verify all checksums on the device, then copy headers and results to the host at once.
     fronts = [message[: _FORMAT.size] for message in messages]
     bodies = [message[HEADER_BYTES:] for message in messages]
     sums = torch.stack([checksum(torch.cat(parts)) for parts in zip(fronts, bodies, strict=True)])

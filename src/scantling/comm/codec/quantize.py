@@ -47,7 +47,7 @@ def quantize(value: Tensor, values: Values) -> Tensor:
     size = value.abs()
     if values == "sign":
         scale = (size.mean(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
-        codes = pack((value > 0).flatten(), 1)
+        codes = pack((value > 0).flatten(), 1)  # zeros become -scale
     else:
         quantizer = BlockQuantizer(_BITS[values])
         scale = (size.amax(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)

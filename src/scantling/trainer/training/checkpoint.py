@@ -357,7 +357,7 @@ def _raise_interrupt(error: CheckpointException) -> None:
 
 
 def _describe_io_error(error: BaseException) -> str:
-    # torch wraps the OSError of a full disk in errors of its own, some without the cause
+    # torch wraps the OSError of a full disk in other errors, some without the cause
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
