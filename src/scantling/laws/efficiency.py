@@ -118,6 +118,7 @@ class EfficiencyLaw(Law):
         tables: dict[str, Any] = {kind: dict(getattr(self, kind)) for kind in ("eff_N", "eff_D")}
         plain = {}
         for name, value in values.items():
+            # eff_N[scheme] names an entry of a mapping.
             kind, _, scheme = name.partition("[")
             if scheme:
                 tables[kind][scheme.removesuffix("]")] = value
