@@ -196,13 +196,13 @@ def test_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"images": np.array([{}]), "labels": np.zeros(1, int)}, "not a readable .npz file"),
     ],
 )
-def test_arrays_that_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "i.npz", **arrays)
     with pytest.raises(UserError, match=message):
         prepared(images=str(tmp_path / "i.npz"))
 
 
-def test_files_and_folders_that_are_refused(tmp_path: Path) -> None:
+def test_bad_files_and_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match="no folder in it"):
         prepared(images=str(tmp_path / "train"))

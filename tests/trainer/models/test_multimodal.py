@@ -100,7 +100,7 @@ def test_multimodal_decoders_train_on_text_and_export_whole(architecture: str, t
         assert model(input_ids=ids).logits.shape == (1, 20, 320)
 
 
-def test_multimodal_configurations_without_an_architecture_are_decoders(tmp_path: Path) -> None:
+def test_multimodal_configuration_without_architecture_is_a_decoder(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "Gemma3ForConditionalGeneration", architectures=None)
     assert default_task(ModelSection(hf=str(folder))) == "causal-lm"
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))

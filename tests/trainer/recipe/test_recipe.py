@@ -33,7 +33,7 @@ def faults(content: dict[str, Any]) -> dict[str, str]:
     return {fault.path: str(fault) for fault in caught.value.faults}
 
 
-def test_defaults_mean_what_everybody_does() -> None:
+def test_defaults_are_plain_dense_training() -> None:
     recipe = load_recipe(MINIMAL)
     assert recipe.optim.name == "adamw"
     assert recipe.comm.name == "allreduce"
@@ -135,7 +135,7 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
         {"data": {"corpus": None, "text": "a.txt", "validation": "b.txt", "heldout": 0}, "train": {"eval_every": 5}},
     ],
 )
-def test_combinations_that_are_just_possible(sections: dict[str, Any]) -> None:
+def test_boundary_combinations_are_accepted(sections: dict[str, Any]) -> None:
     load_recipe(changed(**sections))
 
 
@@ -231,7 +231,7 @@ def test_images_belong_to_their_task(tmp_path: Path) -> None:
     assert load_recipe(path).data == digits.data
 
 
-def test_click_logs_belong_to_their_task(tmp_path: Path) -> None:
+def test_click_logs_need_the_clicks_task(tmp_path: Path) -> None:
     found = faults({**CLICKS, "model": {"preset": "llama-1m"}})
     assert "belongs to clicks" in found["data.clicks"]
     assert "data.criteo" in faults(changed(data={"corpus": None, "criteo": "train.txt"}))
@@ -292,7 +292,7 @@ def test_overrides_are_yaml_values_and_create_sections() -> None:
         ("~", None),
     ],
 )
-def test_values_that_yaml_would_read_as_others(tmp_path: Path, text: str, value: Any) -> None:
+def test_ambiguous_yaml_values_are_quoted(tmp_path: Path, text: str, value: Any) -> None:
     content: dict[str, Any] = {}
     apply_override(content, f"a={text}")
     assert content == {"a": value}

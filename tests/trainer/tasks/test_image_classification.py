@@ -57,7 +57,7 @@ def test_shifts_are_all_equally_likely_and_of_the_epoch() -> None:
     assert np.array_equal(batches.changed(EVALUATION, 0, pixels), pixels)
 
 
-def test_what_comes_in_is_black_and_half_is_mirrored() -> None:
+def test_shifted_in_pixels_are_black_and_half_are_mirrored() -> None:
     pixels = np.full((3, 4, 4), 200, dtype=np.uint8)
     changed = [PixelBatches(1, False, 0).changed(0, index, pixels) for index in range(50)]
     assert {int((moved == 200).sum()) for moved in changed} == {3 * 16, 3 * 12, 3 * 9}

@@ -179,7 +179,7 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
         ({"fields": {"label": "x"}}, r"data\.fields\.label: has no meaning"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_impossible_lengths_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Seq2Seq().prepare(DataSection(text=texts(tmp_path), heldout=0.1, **keys), seed=0)
 
@@ -251,7 +251,7 @@ def test_resume_is_bitwise(tmp_path: Path, kind: str) -> None:
         ({"labels": ["a", "b"]}, "data.labels", "no meaning for the task 'seq2seq'"),
     ],
 )
-def test_a_recipe_says_what_has_no_meaning(tmp_path: Path, data: dict[str, Any], path: str, message: str) -> None:
+def test_recipe_reports_settings_without_effect(tmp_path: Path, data: dict[str, Any], path: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         sc.plan(t5_recipe(tmp_path, data=data))
     assert path in str(caught.value)
