@@ -19,7 +19,7 @@ BLIMP = {
 }
 
 
-def test_the_forms_of_files(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "blimp.jsonl.gz", "wt") as file:
         file.write(json.dumps(BLIMP) + "\n")
     (tmp_path / "own.csv").write_text('sentence_bad,sentence_good\n"Who, me run?","Who, me?"\n')

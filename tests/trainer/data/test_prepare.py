@@ -181,7 +181,7 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
     assert sorted(rows) == sorted((f"p{n}", f"h {n}" * (n % 5), LABELS[n % 3]) for n in range(60))
 
 
-def test_given_labels_keep_their_order_and_numbers_are_sorted_as_such(tmp_path: Path) -> None:
+def test_given_labels_keep_their_order_and_numbers_sort_numerically(tmp_path: Path) -> None:
     section = DataSection(jsonl=str(pairs_file(tmp_path / "a.jsonl")), fields=NLI, labels=LABELS)
     assert prepare(section, seed=0, pairs=True).labels == LABELS
     path = tmp_path / "n.jsonl"

@@ -33,7 +33,7 @@ def text_of(prepared: Prepared, side: str) -> str:
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
-def test_the_end_of_a_single_file_is_held_out(share: float, tokenizer: Any, tmp_path: Path) -> None:
+def test_end_of_a_single_file_is_held_out(share: float, tokenizer: Any, tmp_path: Path) -> None:
     text = english_like(6000)
     (tmp_path / "one.txt").write_text(text)
     section = DataSection(text=str(tmp_path / "one.txt"), heldout=share, tokenizer=tokenizer)

@@ -156,7 +156,7 @@ def test_encoder_needs_is_decoder_for_causal_lm() -> None:
     assert torch.equal(decoder(ids).logits[0, :-1], decoder(changed).logits[0, :-1])
 
 
-def test_a_model_without_sdpa_says_what_to_set(tmp_path: Path) -> None:
+def test_model_without_sdpa_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", **TINY}))
     with pytest.raises(UserError, match=r"model\.attention: mpnet has no sdpa; set eager"):
         make({"hf": str(tmp_path)}, "masked-lm", device="meta")
@@ -201,7 +201,7 @@ def test_pretrained_weights_are_read_and_can_be_left(folder: Path) -> None:
     assert torch.equal(from_file.transformer.wte.weight, fresh.transformer.wte.weight)
 
 
-def test_a_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The classifier's pooler is new, because masked-LM models have none."""
     config = transformers.BertConfig(**TINY, vocab_size=300)
     trained = transformers.BertForMaskedLM(config)
@@ -224,7 +224,7 @@ def test_unexpected_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "12 more" in caplog.text
 
 
-def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_head_warns_and_lost_backbone_raises(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         make({"hf": str(folder)}, "classification", config_overrides={"num_labels": 3, "pad_token_id": 0})
     assert "new weights" in caplog.text

@@ -83,7 +83,7 @@ def test_layers_are_plain_and_parameters_have_roles() -> None:
     assert roles["top.0.bias"] == "vector"
 
 
-def test_a_saved_model_is_loaded_with_the_same_logits(tmp_path: Path) -> None:
+def test_saved_model_loads_with_the_same_logits(tmp_path: Path) -> None:
     register()
     config = DLRMConfig(num_numeric=2, table_sizes=[9, 8], **SHAPE)
     model = transformers.AutoModel.from_config(config).eval()
@@ -121,7 +121,7 @@ def test_load_returns_the_saved_class(tmp_path: Path, rank: int | None) -> None:
     torch.testing.assert_close(loaded(numeric, ids).logits, model.eval()(numeric, ids).logits)
 
 
-def test_the_preset_takes_its_tables_from_the_data() -> None:
+def test_preset_takes_its_tables_from_the_data() -> None:
     model = built({"preset": "dlrm", "overrides": SHAPE}, num_numeric=2, table_sizes=[30, 20])
     assert [table.num_embeddings for table in model.tables] == [30, 20]
     assert model.training

@@ -121,7 +121,7 @@ def test_encoder_decoders_stay_seq2seq(model_type: str, architecture: str, tmp_p
     assert default_task(ModelSection(hf=str(tmp_path))) == "seq2seq"
 
 
-def test_the_text_part_is_checked_and_overridden_key_by_key(tmp_path: Path) -> None:
+def test_text_config_is_checked_and_overridden_by_key(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "LlavaForConditionalGeneration")
 
     def make(overrides: dict[str, Any], vocab_size: int = 261, seq_len: int = 64) -> Any:

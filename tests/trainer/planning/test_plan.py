@@ -160,7 +160,7 @@ def test_released_gradients_need_no_memory(tmp_path: Path) -> None:
     assert sc.plan(recipe, world_size=2).gradient_bytes == kept.gradient_bytes
 
 
-def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
+def test_document_mask_takes_memory(tmp_path: Path) -> None:
     """A mask with 256 x 256 elements for each sequence; none without documents, which fake tensors cannot search."""
     recipe = tiny_recipe(tmp_path, data={"seq_len": 256}, train={"batch_size": 2})
     without, with_mask = sc.plan(recipe), sc.plan(recipe, settings=["data.document_mask=true"])

@@ -255,7 +255,7 @@ def test_one_fault_is_reported_once() -> None:
     assert list(faults({**MINIMAL, "name": "../up"})) == ["name"]
 
 
-def test_a_glob_needs_no_quotes() -> None:
+def test_glob_needs_no_quotes() -> None:
     recipe = load_recipe(MINIMAL, ["data.corpus=null", "data.text=*.txt"])
     assert str(recipe.data.text).endswith("/*.txt")
 
@@ -340,7 +340,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert recipe.data.text == [str(tmp_path / "books/*.txt"), str(tmp_path / "b.txt")]
 
 
-def test_a_pattern_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glob_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "[p]" / "data"
     folder.mkdir(parents=True)
     for name in ("a.txt", "b[1].txt"):

@@ -116,7 +116,7 @@ def test_class_means_of_few_pixels_at_a_time(tmp_path: Path, most: int | None, m
     assert figures["majority_accuracy"] == np.mean(np.array(labels) == np.bincount(data.train.labels).argmax())
 
 
-def test_the_configuration_comes_from_the_data(tmp_path: Path) -> None:
+def test_configuration_comes_from_the_data(tmp_path: Path) -> None:
     found = TASK.config_overrides(prepared(tmp_path))
     assert (found["num_channels"], found["image_size"], found["num_labels"]) == (1, 8, 3)
     assert found["id2label"] == {0: "left", 1: "right", 2: "top"}

@@ -82,7 +82,7 @@ def test_entry_depends_on_its_key_only() -> None:
 
 @pytest.mark.parametrize("target_len", [8, 40, 1000])
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 0.999999])
-def test_a_window_fills_input_or_target(share: float, target_len: int) -> None:
+def test_window_fills_input_or_target(share: float, target_len: int) -> None:
     spans = Spans(share, 3.0)
     length = spans.window(100, target_len)
     inputs, targets = spans.lengths(length)

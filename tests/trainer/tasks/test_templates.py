@@ -57,7 +57,7 @@ def test_causal_streams_equal_the_tokenizer(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-eos", "bert", "bart"])
-def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -> None:
+def test_first_token_of_a_document_is_no_target(family: str, tmp_path: Path) -> None:
     data, theirs = prepared("causal-lm", tmp_path, family, seq_len=16)
     begin = theirs("")["input_ids"][0]
     batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
@@ -97,7 +97,7 @@ def llama(folder: Path, seed: int = 0, **ids: Any) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_the_loss_of_documents_is_that_of_the_texts_one_by_one(family: str, tmp_path: Path) -> None:
+def test_loss_of_packed_documents_equals_separate_texts(family: str, tmp_path: Path) -> None:
     """`scantling eval` of unchanged pretrained weights agrees with transformers and its tokenizer."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     model = llama(tmp_path / "model")
