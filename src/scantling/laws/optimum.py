@@ -323,6 +323,7 @@ def turning_point(law: Law, N: float, variables: Values, max_tokens: float = _MA
         return float(np.imag(law.evaluate(N, tokens + 1e-30j, variables)) / 1e-30) * tokens
 
     low, high = 0.0, math.log(max_tokens)
+    # The loss still falls at the largest number of tokens.
     if slope(high) <= 0:
         return math.inf
     if slope(low) >= 0:

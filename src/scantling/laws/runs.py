@@ -75,6 +75,7 @@ class Runs(Mapping[str, Any]):
         rows = ~self.unmodeled
         for column in self.variables().values():
             is_bits = column.dtype.kind == "f"
+            # Numeric columns are bits; a text column is the scheme.
             rows &= column >= FULL_PRECISION if is_bits else np.isin(column, UNQUANTIZED_SCHEMES)
         return self.select(rows)
 

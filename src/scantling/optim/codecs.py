@@ -299,6 +299,7 @@ def _merge_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int,
     """Return (length, stride) of dims, with contiguous dims merged."""
     runs = [(1, 1)]
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        # Dims come innermost first.
         inner, step = runs[-1]
         if length == 1:
             continue
