@@ -208,23 +208,15 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.trainer.models.build import checkpoint_activations, quiet
     from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
-    from scantling.trainer.planning.momentum import note_on_momentum, optimizer_groups
+    from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
     from scantling.trainer.rss import rss_bytes
 
     recipe, world_size = run.recipe, run.world_size
     notes = list(run.sizes.notes)
     model = planned_model(run, notes)
-    notes += _ranks_that_come_down(recipe, model)
-    if (note := note_on_momentum(recipe)) is not None:
-        notes.append(note)
+    notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run)]
     wire, residuals = _traffic(recipe, model, world_size)
-    if recipe.comm.name == "demo" and recipe.comm.exchange != "dense" and world_size > 1 and run.device == "cpu":
-        from scantling.comm.layout import dense_crossover_mbit
-
-        notes.append(
-            f"comm.exchange: dense is faster on links above about {dense_crossover_mbit(world_size):,.0f} Mbit/s"
-        )
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = run.device == "cuda"
@@ -233,20 +225,12 @@ def plan_run(run: ResolvedRun) -> Plan:
     weight_bytes = sum(p.nbytes for p in parameters)
     gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
     released = frees_gradients(recipe, world_size=world_size)
-    if recipe.optim.release_gradients and not released:
-        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
-    if state is None:
-        notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
         passes = plan_passes(run, model, step_bytes=of_optimizer if released else None)
-    notes += passes.notes
-    if on_gpu and passes.peak_bytes is not None:
-        notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
-    if recipe.train.compile:
-        notes.append("compiled kernels keep less for the backward pass than is planned here")
+    notes += _memory_notes(run, passes, released=released, state=state)
     tokens = run.tokens_per_step
     flops = _step_flops(passes)
     return Plan(
@@ -277,6 +261,35 @@ def plan_run(run: ResolvedRun) -> Plan:
         device=run.device,
         notes=tuple(notes),
     )
+
+
+def _exchange_notes(run: ResolvedRun) -> list[str]:
+    """Return notes on a second momentum, and on links on which a dense exchange is faster."""
+    from scantling.comm.layout import dense_crossover_mbit
+    from scantling.trainer.planning.momentum import note_on_momentum
+
+    note, comm = note_on_momentum(run.recipe), run.recipe.comm
+    notes = [] if note is None else [note]
+    # the crossover was measured on CPUs only
+    if comm.name == "demo" and comm.exchange != "dense" and run.world_size > 1 and run.device == "cpu":
+        crossover = dense_crossover_mbit(run.world_size)
+        notes.append(f"comm.exchange: dense is faster on links above about {crossover:,.0f} Mbit/s")
+    return notes
+
+
+def _memory_notes(run: ResolvedRun, passes: Passes, *, released: bool, state: int | None) -> list[str]:
+    """Return notes on memory that the plan does not know, or knows for other kernels only."""
+    notes = []
+    if run.recipe.optim.release_gradients and not released:
+        notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
+    if state is None:
+        notes.append(f"the state of {run.recipe.optim.name} is not known before it has taken a step")
+    notes += passes.notes
+    if run.device == "cuda" and passes.peak_bytes is not None:
+        notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
+    if run.recipe.train.compile:
+        notes.append("compiled kernels keep less for the backward pass than is planned here")
+    return notes
 
 
 def planned_device(recipe: Recipe, device: str = "auto") -> str:
