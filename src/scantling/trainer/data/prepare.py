@@ -210,7 +210,7 @@ class _Maker:
         pairs = self.labels is not None
         label_ids = {label: number for number, label in enumerate(self.labels or [])}
         present = [side for side in (TRAIN, HELDOUT) if (sides == side).any()]
-        self.progress.start(f"tokenising {source.name}", int(scan_result.sizes[sides != UNUSED].sum()))
+        self.progress.start(f"tokenizing {source.name}", int(scan_result.sizes[sides != UNUSED].sum()))
         with ExitStack() as stack:
             writers = {
                 side: stack.enter_context(StoreWriter(folder, NAMES[side], dtype, pairs=pairs, marks=self.marks))
