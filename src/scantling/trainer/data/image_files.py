@@ -188,8 +188,8 @@ class ImageArrays(ImageSource):
                 images, labels = (file[name] for name in ARRAYS)
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"{self.path}: not a readable .npz file: {error}") from None
-        grey, colour = images.ndim == 3, images.ndim == 4 and images.shape[3] == 3
-        if images.dtype != np.uint8 or not (grey or colour):
+        gray, color = images.ndim == 3, images.ndim == 4 and images.shape[3] == 3
+        if images.dtype != np.uint8 or not (gray or color):
             raise UserError(
                 f"{self.path}: 'images' must be uint8 of shape (n, height, width) or (n, height, width, 3); given "
                 f"{images.dtype} of shape {images.shape}"
