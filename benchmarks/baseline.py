@@ -325,7 +325,7 @@ def alone_in_process(arguments: list[str], preset: str, name: str, steps: int | 
     return result
 
 
-def summarise(times: dict[str, list[float]], tokens: int) -> dict[str, Any]:
+def summarize(times: dict[str, list[float]], tokens: int) -> dict[str, Any]:
     control = np.array(times["bare"])
     spread = float(np.subtract(*np.percentile(control, [75, 25])) / np.median(control))
     generator = np.random.default_rng(0)
@@ -356,7 +356,7 @@ def measure(options: argparse.Namespace, arguments: list[str], preset: str) -> d
         alone = {n: alone_in_process(arguments, preset, n, steps=6) for n in LOOPS}
         memory = {n: {k: alone[n][k] for k in ("peak_bytes", "added_bytes")} for n in LOOPS}
     worst = max(abs(a - b) / b for n in LOOPS for a, b in zip(losses[n], losses["bare"], strict=False))
-    result = summarise(times, tokens)
+    result = summarize(times, tokens)
     for name in LOOPS:
         result["loops"][name] |= memory[name]
     return {"preset": preset, **result, "largest_loss_difference": worst, "raw_step_s": times, "raw_losses": losses}

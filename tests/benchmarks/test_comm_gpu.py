@@ -31,7 +31,7 @@ def test_all_of_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert row["parts"].keys() == {"copy", "encode", "pack", "decode", "exchange"}
 
 
-def test_the_parts_are_those_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codec_parts_match_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas with equal messages decode to the result of one replica alone; added noise is detected."""
     import comm_gpu
 

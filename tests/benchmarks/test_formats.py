@@ -12,7 +12,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 60), (256, 512)])
-def test_a_block_tensor_train_is_the_matrix_its_cores_spell(shape: tuple[int, int]) -> None:
+def test_block_tt_equals_the_matrix_of_its_cores(shape: tuple[int, int]) -> None:
     from formats import BlockTensorTrain
 
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_equal_time_is_steps_by_the_clock(tmp_path: Path, capsys: pytest.Capture
     assert "dense, wide 1.00, tt, wide 0.40: time of a step" in printed
 
 
-def test_a_disturbed_clock_is_refused() -> None:
+def test_disturbed_timing_is_refused() -> None:
     from interleaved import disturbed
 
     assert disturbed({"ratio": 1.02, "ratio_95": [0.95, 1.07]}) is None

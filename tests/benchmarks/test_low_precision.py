@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-def test_a_stop_leaves_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_keeps_finished_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import low_precision
 
     def measure(kind: str, tokens: int, options: Any) -> dict[str, Any]:

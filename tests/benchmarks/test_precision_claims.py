@@ -38,7 +38,7 @@ def table(path: Path) -> Path:
     return path
 
 
-def test_the_published_law_is_found_again(tmp_path: Path) -> None:
+def test_published_law_is_recovered(tmp_path: Path) -> None:
     import precision_claims as claims
 
     rows = claims.read(table(tmp_path / "runs.csv"))

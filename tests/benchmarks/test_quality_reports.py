@@ -234,7 +234,7 @@ def test_tables_of_the_exchanges() -> None:
     assert found[2:] == ["| ddp fp32 | 2000 | 1.0 × | 4000 | 1.0 × |", "| ours k8 owner | 500 | 4.0 × | 1000 | 4.0 × |"]
 
 
-def test_a_step_of_few_exchanges_is_the_mean() -> None:
+def test_step_time_with_few_exchanges_is_the_mean() -> None:
     import network
     from comm_methods import METHODS
 

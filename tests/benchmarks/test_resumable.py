@@ -24,7 +24,7 @@ INFINITE = float("inf")
         ([None, 1.0, 1.0, None], 0),
     ],
 )
-def test_a_sweep_goes_outwards_from_the_best(results: list[float | None], expected: int | None) -> None:
+def test_sweep_extends_outward_from_the_best(results: list[float | None], expected: int | None) -> None:
     from resumable import Grid
 
     assert Grid([1e-3, 2e-3, 4e-3, 8e-3], start=2).next(results) == expected
@@ -32,7 +32,7 @@ def test_a_sweep_goes_outwards_from_the_best(results: list[float | None], expect
 
 @pytest.mark.parametrize("minimum", range(7))
 @pytest.mark.parametrize("start", range(7))
-def test_a_sweep_finds_the_minimum_of_a_bowl(minimum: int, start: int) -> None:
+def test_sweep_finds_the_minimum_of_a_bowl(minimum: int, start: int) -> None:
     from resumable import Grid
 
     grid = Grid([2.0**power for power in range(7)], start)
@@ -44,7 +44,7 @@ def test_a_sweep_finds_the_minimum_of_a_bowl(minimum: int, start: int) -> None:
     assert grid.best(results) == grid.rates[minimum]
 
 
-def test_a_best_rate_at_an_end_of_the_grid_is_marked() -> None:
+def test_best_rate_at_an_end_of_the_grid_is_marked() -> None:
     from resumable import Grid
 
     grid = Grid([1e-3, 2e-3, 4e-3, 8e-3], start=2)
@@ -62,7 +62,7 @@ def test_a_best_rate_at_an_end_of_the_grid_is_marked() -> None:
         (-1.5, 0.2, "MISSED, by the interval MISSED"),
     ],
 )
-def test_an_aim_is_judged_by_the_interval_too(mean: float, width: float, expected: str) -> None:
+def test_verdict_uses_the_interval(mean: float, width: float, expected: str) -> None:
     from resumable import verdict_on
 
     assert verdict_on(mean, width, -1.0) == expected
@@ -91,7 +91,7 @@ def test_steps_to_reach_takes_the_first_time() -> None:
     assert steps_to_reach([(10, 3.0), (20, 1.0), (30, 2.0), (40, 0.0)], 1.5) == 17.5
 
 
-def test_the_interval_is_that_of_students_t() -> None:
+def test_interval_matches_students_t() -> None:
     from resumable import interval
 
     mean, width = interval([1.0, 2.0, 3.0])
@@ -100,7 +100,7 @@ def test_the_interval_is_that_of_students_t() -> None:
     assert interval([1.0]) == (1.0, INFINITE)
 
 
-def test_a_run_is_done_once_and_a_failed_one_again(tmp_path: Path) -> None:
+def test_finished_run_is_skipped_and_failed_run_repeated(tmp_path: Path) -> None:
     from resumable import Ledger, spec_key
 
     script = tmp_path / "script.py"
@@ -146,7 +146,7 @@ def test_every_small_recipe_is_valid() -> None:
         check_recipe(quality.build_recipe(quality.longer_spec("python", name, 1e-3)), "longer")
 
 
-def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stopped_by_a_signal_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from small_models import train_line
 
     import scantling as sc
@@ -160,7 +160,7 @@ def test_a_run_that_a_signal_stopped_is_no_result(tmp_path: Path, monkeypatch: p
     assert folder.exists()  # kept to resume from
 
 
-def test_a_sweep_takes_as_many_rates_as_it_should() -> None:
+def test_sweep_length() -> None:
     from resumable import Grid
 
     rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]

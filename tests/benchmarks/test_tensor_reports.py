@@ -27,7 +27,7 @@ def count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def test_the_six_encoder_recipe_has_the_sizes_of_the_paper() -> None:
+def test_six_encoder_recipe_has_the_sizes_of_the_paper() -> None:
     """The paper's count of 1,490,157 includes rank gates; BERT from transformers matches it without changes."""
     import encoder_models
     from transformers import BertForSequenceClassification
@@ -191,7 +191,7 @@ def test_recommenders_against_dense(capsys: pytest.CaptureFixture[str], monkeypa
     assert "refused: the control against itself is 0.80 [0.70, 0.90]" in capsys.readouterr().out
 
 
-def test_tables_of_equal_size_give_each_id_what_it_should_have() -> None:
+def test_tables_of_equal_size_share_rows_correctly() -> None:
     import click_tables
 
     from scantling.trainer.models.dlrm import DLRM, DLRMConfig

@@ -66,7 +66,7 @@ def test_there_is_something_to_learn(zipf_clicks: Any) -> None:
     assert rows.labels.mean() == pytest.approx((1 / (1 + np.exp(-rows.logits))).mean(), abs=0.02)
 
 
-def test_a_file_holds_the_rows(zipf_clicks: Any, tmp_path: Path) -> None:
+def test_file_holds_the_rows(zipf_clicks: Any, tmp_path: Path) -> None:
     path = zipf_clicks.write_criteo(tmp_path / "clicks.tsv", 500, first=7)
     rows = zipf_clicks.ZipfClicks().rows(7, 500)
     (block,) = click_files(DataSection(criteo=str(path))).blocks()

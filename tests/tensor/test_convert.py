@@ -44,7 +44,7 @@ def test_full_rank_tensorize_and_densify_keep_outputs(family: str) -> None:
 
     model.tie_weights()
     model.init_weights()
-    assert torch.equal(logits(model), found), "tying or initialising again changed the cores"
+    assert torch.equal(logits(model), found), "tying or initializing again changed the cores"
 
     assert sc.densify(model) is model
     assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()

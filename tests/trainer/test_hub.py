@@ -76,7 +76,7 @@ def test_models_and_tokenizers_by_name(name: str, cache: Path) -> None:
     assert tokenizer.name == name
 
 
-def test_a_name_without_weights_is_no_random_model(cache: Path) -> None:
+def test_hub_name_without_weights_raises(cache: Path) -> None:
     fill(cache, NAME, weights=False)
     with pytest.raises(UserError, match=r"tiny-org/tiny\.llama-1 has no model\.safetensors on the Hub or in its cache"):
         build(ModelSection(hf=NAME))
@@ -94,7 +94,7 @@ def test_unknown_names_are_said(cache: Path) -> None:
             load_tokenizer(path)
 
 
-def test_a_folder_here_comes_before_the_hub(cache: Path, tmp_path: Path) -> None:
+def test_local_folder_comes_before_the_hub(cache: Path, tmp_path: Path) -> None:
     fill(cache, "tiny")
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS, vocab_size=640)).save_pretrained("tiny")
     recipe = tiny_recipe(tmp_path) | {"model": {"hf": "tiny"}}
@@ -126,7 +126,7 @@ def test_plan_train_and_export_by_name(cache: Path, tmp_path: Path, capsys: pyte
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 320
 
 
-def test_a_process_of_its_own_without_a_network(tmp_path: Path) -> None:
+def test_separate_process_without_a_network(tmp_path: Path) -> None:
     fill(tmp_path / "cache", NAME)
     recipe = tiny_recipe(tmp_path, data={"tokenizer": NAME}) | {"model": {"hf": NAME}}
     path = write_recipe(tmp_path / "recipe.yaml", recipe)

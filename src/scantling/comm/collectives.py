@@ -81,6 +81,7 @@ def exchange_coefficients(
         return _exchange_dense(replicas, selected, header)
     if strategy == "owner":
         return _exchange_by_owners(replicas, block_groups, selected, header)
+    # all_gather: one message with the blocks of all groups
     packed = [each.spec.codec.pack(*part) for each, part in zip(block_groups, selected, strict=True)]
     headers, bodies = unpack_messages(replicas.all_gather(pack_message(header, torch.cat(packed))))
     valid = _valid_ranks(headers, header)
@@ -103,6 +104,7 @@ def exchange_coefficients(
 
 def _exchange_dense(replicas: ReplicaGroup, selected: Sequence[Sparse], header: Header) -> Result:
     device = selected[0][1].device if selected else None
+    # An all-reduce carries no headers: gather these first, to know which ranks are valid.
     message = pack_message(header, torch.empty(0, dtype=torch.uint8, device=device))
     headers, _ = unpack_messages(replicas.all_gather(message))
     valid = _valid_ranks(headers, header)
@@ -135,6 +137,7 @@ def _exchange_by_owners(
     reply_codecs = [_reply_codec(codec) for codec in codecs]
     own_reply, exact_means = [], []
     for number, (codec, reply_codec, share) in enumerate(zip(codecs, reply_codecs, shares, strict=True)):
+        # (share, size) fp32; ranks are added in ascending order.
         total = torch.zeros(share, codec.size, dtype=torch.float32, device=bodies[0].device)
         for message in received:
             codec.add(*codec.unpack(message[number], share), to=total)
@@ -143,13 +146,16 @@ def _exchange_by_owners(
         own_reply.append(reply_codec.pack(index, values))
     # 3. Send the reply to all replicas.
     reply_headers, replies = unpack_messages(replicas.all_gather(pack_message(header, torch.cat(own_reply))))
+    # A rank with invalid gradients still replies as an owner.
     check_headers(reply_headers, header)
     sizes = [codec.num_bytes(share) for codec, share in zip(reply_codecs, shares, strict=True)]
     split_replies = [torch.split(reply, sizes) for reply in replies]
+    # 4. Join the replies of all owners, and find this replica's part of the mean.
     outcomes = []
     for number, (block_group, codec, share) in enumerate(zip(block_groups, reply_codecs, shares, strict=True)):
         means = [codec.unpack(reply[number], share) for reply in split_replies]
         index, values = _concatenate(means, block_group.count)
+        # Senders subtract len(valid) times the exact mean in total; the owner adds back what rounding lost.
         error = torch.zeros(world_size, share, codec.k, dtype=torch.float32, device=values.device)
         error[header.rank] = len(valid) * (exact_means[number] - means[header.rank][1])
         applied = None
@@ -175,6 +181,7 @@ def wire_bytes(block_groups: Sequence[BlockGroup], world_size: int, strategy: St
         return others * (HEADER_BYTES + sum(each.num_bytes for each in block_groups))
     if strategy == "dense":
         return others * HEADER_BYTES + sum(2 * others * each.num_bytes // world_size for each in block_groups)
+    # owner: an all-to-all and an all-gather, each with a header
     total = 2 * HEADER_BYTES
     for each in block_groups:
         codec, share = each.spec.codec, _blocks_per_owner(each, world_size)
@@ -225,6 +232,7 @@ def _mean(spec: BlockSpec, parts: Sequence[Sparse], *, over_senders: bool) -> Sp
         codec.add(index, values, to=total)
         if senders is not None:
             codec.add(index, torch.ones_like(values), to=senders)
+    # At least 1: a coefficient that no rank sent stays 0.
     return None, total.div_(len(parts) if senders is None else senders.clamp_(min=1.0))
 
 
@@ -235,6 +243,7 @@ def _split_by_owner(selected: Sparse, share: int, world_size: int) -> list[Spars
     values = torch.nn.functional.pad(values, (0, 0, 0, missing))
     if index is None:
         return [(None, part) for part in torch.split(values, share)]
+    # Padded blocks need valid indices too: ascending and distinct.
     padding = torch.arange(index.shape[1], device=index.device).expand(missing, -1)
     return list(zip(torch.split(torch.cat([index, padding]), share), torch.split(values, share), strict=True))
 
@@ -251,5 +260,6 @@ def _mask_unselected(codec: TopKCodec, sent: Sparse, selected: Tensor | None) ->
     index, values = sent
     if index is None or selected is None:
         return sent
+    # (count, size), True for the coefficients of the mean
     mask = torch.zeros(len(values), codec.size, dtype=torch.bool, device=values.device).scatter_(1, selected, True)
     return index, values * mask.gather(1, index)

@@ -61,6 +61,7 @@ def check_replicas(
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
+    # A separate hash: different GPU models are a warning, not an error.
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(gpu.encode())], device=device))).tolist()
     if len({gpu_hash for _, gpu_hash in hashes}) > 1:
@@ -73,8 +74,10 @@ def check_replicas(
             )
     if len({text_hash for text_hash, _ in hashes}) > 1:
         all_texts = replicas.all_gather_strings(texts, device)
+        # The most common texts are the reference, so that the error names the rank that deviates.
         usual = Counter(map(tuple, all_texts)).most_common(1)[0][0]
         rank, theirs = next((rank, each) for rank, each in enumerate(all_texts) if tuple(each) != usual)
+        # Text 0 describes the decoder, and text i + 1 parameter i.
         if len(theirs) != len(usual):
             raise UserError(f"rank {rank} exchanges {len(theirs) - 1} parameters, others {len(usual) - 1}")
         idx, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(theirs, usual, strict=True)) if a != b)
@@ -82,6 +85,7 @@ def check_replicas(
             raise UserError(f"rank {rank} differs from the others: it has {one}; they have {other}{_ADVICE}")
         one, other = _differing_properties(one, other)
         raise UserError(f"rank {rank} differs from the others in {names[idx - 1]}: it has {one}; they have {other}")
+    # Values last: from here on, all ranks have the same parameters in the same order.
     mismatch = find_mismatch(replicas, params)
     if mismatch is not None:
         raise UserError(
@@ -135,10 +139,13 @@ def refuse_averaged(replicas: ReplicaGroup, params: Sequence[Tensor], wrappers: 
         return
     gradients = [to_local(param.grad) for param in params if param.grad is not None and not param.grad.is_sparse]
     sums = [checksum(gradient) for gradient in gradients]
+    # One hash of all gradients; int64 sums may wrap.
     own = torch.stack(sums).sum(0) if sums else torch.zeros(1, dtype=torch.int64, device=params[0].device)
     certainty = max(map(find_averaging, wrappers), default=Averaging.NO)
     reports = torch.stack(replicas.all_gather(torch.cat([own.flatten(), own.new_tensor([certainty])]))).tolist()
+    # All ranks know all reports, so that all of them raise.
     highest = max(certainty for _, certainty in reports)
+    # Gradients of zero are equal on all replicas without averaging.
     are_equal = len({gradient_hash for gradient_hash, _ in reports}) == 1 and any(map(torch.any, gradients))
     if highest == Averaging.YES or (highest == Averaging.PERHAPS and are_equal):
         raise averaging_error(wrappers)
@@ -179,6 +186,7 @@ class AveragingGuard:
         if replicas.is_static:
             check_meshes(params, replicas.ranks)  # again: accelerate replaces the parameters of an optimizer
         found = [] if replicas.world_size == 1 else find_wrappers(params, replicas.ranks)
+        # Weak references: the guard must not keep a dropped model alive.
         self._wrappers = [weakref.ref(wrapper) for wrapper in found]
 
     def check(self, replicas: ReplicaGroup, params: Sequence[Tensor], step: int) -> None:
@@ -213,11 +221,14 @@ def residual_divergence(replicas: ReplicaGroup, values: Iterable[Tensor], seed: 
         values: of this replica, with the same shapes on all.
         seed: of the sketch, the same on all.
     """
+    # Random signs are drawn on the CPU, so that they are the same for all devices.
     generator = torch.Generator().manual_seed(seed)
     sketch: Tensor | None = None
     for value in values:
         if sketch is None:
+            # fp64: the distance below is a difference of nearly equal sums.
             sketch = torch.zeros(SKETCH, dtype=torch.float64, device=value.device)
+        # (numel,) -> (rows, SKETCH); the sum over rows with random signs has E |sketch|^2 = |value|^2.
         rows = -(-value.numel() // SKETCH)
         bits = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
         signs = bits.to(value.device) * 2 - 1
@@ -226,6 +237,7 @@ def residual_divergence(replicas: ReplicaGroup, values: Iterable[Tensor], seed: 
     if sketch is None:
         return 0.0
     sketches = torch.stack(replicas.all_gather(sketch))  # (replicas, SKETCH)
+    # A sketch is linear: sketch(x) - sketch(y) = sketch(x - y).
     apart = (sketches - sketches.mean(0)).square().sum()
     total = sketches.square().sum()
     return float((apart / total).sqrt()) if float(total) > 0.0 else 0.0
@@ -258,8 +270,11 @@ def find_mismatch(replicas: ReplicaGroup, params: Sequence[Tensor]) -> Mismatch 
     if (hashes == hashes[0]).all():
         return None
     agreeing = (hashes[:, None] == hashes[None]).sum(1)  # number of ranks that agree with each, by parameter
+    # The reference agrees with the majority in most parameters.
     votes = (agreeing == agreeing.amax(0)).sum(1)
+    # A rank with NaN or Inf is no reference, even if most ranks have the same.
     votes[~is_finite] = -1
     reference = int(votes.argmax())
+    # `nonzero` is in row-major order: the first rank, and there the first parameter.
     rank, param = (hashes != hashes[reference]).nonzero()[0].tolist()
     return Mismatch(rank, param, reference)

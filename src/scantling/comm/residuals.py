@@ -103,10 +103,12 @@ class Residuals:
         params, groups, decay = self.params, group_by_param(self.param_groups), block_group.spec.decay
         for slot in block_group.slots:
             param, group, gradient = params[slot.param], groups[slot.param], gradients[slot.param]
+            # Everything is sent exactly in every step: nothing is left to keep.
             if not keeps_residuals(block_group, self.config):
                 sums[slot.param] = torch.zeros_like(to_local(param)) if gradient is None else gradient
                 continue
             residual = sums[slot.param] = self.read(param)
+            # Without the gradients the residual does not decay either.
             if not valid:
                 continue
             lr = float(group["lr"]) if group["compat"] == "paper" else 1.0  # the published code accumulates lr g
@@ -133,6 +135,7 @@ class Residuals:
         # The kernel overwrites fp32 residuals in place; other formats need a decoded copy.
         residuals = [self.read(params[idx]) for idx in indices]
         given = [gradient for idx in indices if (gradient := gradients[idx]) is not None]
+        # A missing gradient or an unsupported tensor takes the PyTorch operations.
         if len(given) < len(indices) or not triton.can_select(block_group, residuals, given):
             return None
         selected = triton.select(block_group, residuals, given)
@@ -174,6 +177,7 @@ class Residuals:
         """
         param, decay = self.params[idx], block_group.spec.decay
         momentum = self.read(param)
+        # No momentum to keep: the update is the mean, and once a residual that was loaded.
         if not keeps_residuals(block_group, self.config):
             self.discard(param)
             return momentum.add_(mean)
@@ -184,6 +188,7 @@ class Residuals:
     def average(self, replicas: ReplicaGroup) -> None:
         """Replace all residuals by their mean over the replicas. Collectives: all-reduces of up to 64 MiB."""
         batch: list[tuple[int, Tensor]] = []
+        # Batches depend on shapes only, so that all replicas run the same all-reduces.
         for idx, residual in self.finite_items():
             if batch and sum(each.numel() for _, each in batch) + residual.numel() > MAX_AVERAGED_NUMEL:
                 self._average_batch(replicas, batch)
@@ -198,6 +203,7 @@ class Residuals:
         mean = replicas.all_reduce_mean(torch.cat([residual.flatten() for _, residual in batch]))
         parts = torch.split(mean, [residual.numel() for _, residual in batch])
         for (idx, residual), part in zip(batch, parts, strict=True):
+            # Clone: a view would keep the whole buffer alive.
             self._write(idx, part.view_as(residual).clone())
 
     def finite_items(self) -> Iterator[tuple[int, Tensor]]:
@@ -207,10 +213,12 @@ class Residuals:
             if keeps_residuals(block_group, self.config):
                 for slot in block_group.slots:
                     residual = self.read(params[slot.param])
+                    # Zeros instead of NaN: this replica must take part in the collective without spoiling the mean.
                     yield slot.param, residual if all_finite([residual]) else torch.zeros_like(residual)
 
     def set_pending(self, result: Sequence[Tensor] | None) -> None:
         """Store a result of an exchange that is applied in a later step."""
+        # Not strict: without a result, nothing is stored.
         for param, value in zip(self.params, result or [], strict=False):
             self.state.setdefault(param, {})["pending"] = value
 
@@ -251,6 +259,7 @@ class Residuals:
         Raises:
             UserError: other parameters or shapes; nothing has been loaded.
         """
+        # Check everything before the first change.
         self.check_tensors("residual", residuals)
         for idx, (name, param) in enumerate(zip(parameter_names(self.param_groups), self.params, strict=True)):
             if name in residuals:
@@ -299,6 +308,7 @@ def zeros_like_local(param: Tensor) -> Tensor:
 
 def rounding_seed(step: int, turn: int, idx: int) -> int:
     """Return the seed of one stochastic rounding: before (turn 0) or after (turn 1) the exchange of a step."""
+    # Distinct for all steps, turns and parameters, for up to 2^24 parameters.
     return ((2 * step + turn) << 24) + idx
 
 
@@ -332,6 +342,7 @@ def encode_int8(value: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(value.device).manual_seed(seed)
         noise = torch.rand(rows.shape, generator=generator, dtype=torch.float32, device=value.device)
     codes = INT8.encode(rows, scale, noise).to(torch.int8)
+    # Clone: the joined codes can be a view of padded rows.
     return join_blocks(codes, value.numel()).view(value.shape).clone(), scale
 
 

@@ -73,6 +73,7 @@ class EfficiencyLaw(Law):
             if "A" not in known.constants:
                 raise UserError(f"{known.source}: give base=, a law such as ChinchillaLaw.published(), for A, B and E")
             return super().published(name)
+        # The base replaces the paper's base constants; the efficiencies stay.
         constants = {**known.constants, **{each: getattr(base, each) for each in Law.UNITS}}
         return cls(**constants, source=f"{known.source}; base: {base.source}", fitted_ranges=base.fitted_ranges)
 
@@ -118,6 +119,7 @@ class EfficiencyLaw(Law):
         tables: dict[str, Any] = {kind: dict(getattr(self, kind)) for kind in ("eff_N", "eff_D")}
         plain = {}
         for name, value in values.items():
+            # eff_N[scheme] names an entry of a mapping.
             kind, _, scheme = name.partition("[")
             if scheme:
                 tables[kind][scheme.removesuffix("]")] = value

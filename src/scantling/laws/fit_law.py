@@ -53,6 +53,7 @@ def fit_law(
         free = [name for name in free if name not in BASE_CONSTANTS]
 
     from_base = _base_constants(law_class, base)
+    # Options for a constant override the base.
     from_base = {name: value for name, value in from_base.items() if name not in fixed and name not in free}
     held = from_base | _checked_fixed(law_class, table, fixed)
     fitted = [name for name in dict.fromkeys([*law_class.free_constants(table), *free]) if name not in held]

@@ -72,11 +72,13 @@ class Problem:
     def constants(self, theta: Any) -> dict[str, Any]:
         """Return constants at coordinates of shape (..., names)."""
         limit = np.sign(np.real(theta)) * _MAX_COORDINATE
+        # Hold a coordinate at e^80 before the constant overflows; its derivative is then 0.
         near = np.where(np.abs(np.real(theta)) < _MAX_COORDINATE, theta, limit)
         constants = {
             name: near[..., i] if self.is_signed(name) else np.exp(near[..., i]) for i, name in enumerate(self.names)
         }
         constants |= {follower: constants[leader] for follower, leader in self.tie.items()}
+        # Pinned amplitudes are given in counts of one: convert them with the exponents at this point.
         if self.pinned:
             law = self.law.with_constants({**constants, **self.pinned}).in_units(self.size, self.tokens)
             constants |= {name: getattr(law, name) for name in self.pinned}
@@ -113,6 +115,7 @@ class Problem:
     def hessian(self, theta: Array, counts: Array | None = None) -> Array:
         """Return the Gauss-Newton Hessian of the sum, (names, names). Each run counts `counts` times, or once."""
         residuals, jacobian = self.residuals(theta)
+        # Huber weights: 1 up to delta, delta / |residual| beyond
         weights = (1.0 if counts is None else counts) * self.delta / np.maximum(np.abs(residuals), self.delta)
         hessian: Array = (jacobian * weights[:, None]).T @ jacobian
         return hessian
@@ -129,7 +132,9 @@ class Problem:
 def solve(problem: Problem) -> tuple[Array, float]:
     """Search the global minimum from several starts; return its coordinates and the sum."""
     with np.errstate(all="ignore"):
+        # k breaks ties: arrays have no order.
         scored = sorted(((problem.objective(theta), k, theta) for k, theta in enumerate(_starts(problem))))
+    # Coarse searches select the basin; one precise search finishes it.
     minima = [minimize(problem, theta, tolerance=COARSE) for _, _, theta in scored[:_STARTS]]
     return minimize(problem, min(minima, key=lambda minimum: minimum[1])[0])
 
@@ -178,8 +183,10 @@ def minimize(
                 at[free] += basis @ z
                 residuals, jacobian = problem.residuals(at)
                 total = float(counts @ problem.huber(residuals)) / scale
+                # The derivative of Huber's loss is the residual, clipped to delta.
                 gradient = (counts * np.clip(residuals, -problem.delta, problem.delta)) @ jacobian[:, free]
                 if not (np.isfinite(total) and np.isfinite(gradient).all()):
+                    # A high plateau outside of the domain makes the line search turn back.
                     return 1e12, np.zeros(len(free))
                 return total, basis.T @ gradient / scale
 
@@ -188,6 +195,7 @@ def minimize(
             theta = theta.copy()
             theta[free] += basis @ minimum.x
             total = float(minimum.fun) * scale
+            # Repeat in the basis of the new point while the sum falls.
             if tolerance > PRECISE or not total < last * (1 - 1e-10):
                 break
             last = total
@@ -237,5 +245,6 @@ def _base_starts(problem: Problem, held: Mapping[str, float]) -> Iterator[dict[s
 def _amplitudes(terms: Array, target: Array, weights: Array) -> tuple[float, float]:
     """Return the positive amplitudes of the weighted least-squares fit."""
     (A, B), _ = scipy_optimize().nnls(terms * weights[:, None], target * weights)
+    # The search takes logarithms of the amplitudes, so none may be 0.
     least = 1e-3 * max(A, B, 1e-9)
     return max(float(A), least), max(float(B), least)

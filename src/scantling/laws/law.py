@@ -33,6 +33,7 @@ from scantling.laws.result import Fit
 
 logger = logging.getLogger(__name__)
 
+# A complex step has no cancellation, so it can be this small.
 _STEP = 1e-30
 _TINY = 1e-300
 _LOGGED: set[tuple[str, ...]] = set()
@@ -342,6 +343,7 @@ class Law(ABC):
                 continue
             low, high = self.fitted_ranges.get(name, (-math.inf, math.inf))
             array = check_bits(name, value) if name in self.VARIABLES else np.asarray(value, float)
+            # Infinite bits are unquantized, which is inside every range.
             array = array[~(np.isinf(array) if name in self.VARIABLES else np.isnan(array))]
             for edge, side in ((float(array.min(initial=high)), "below"), (float(array.max(initial=low)), "above")):
                 if edge < low * (1 - 1e-9) if side == "below" else edge > high * (1 + 1e-9):

@@ -140,6 +140,7 @@ class _Search:
         if not has_schemes and not self.law.modeled_parts():
             return float(FULL_PRECISION)
         is_joint = self.N is None and self._has_closed_form() and not has_schemes
+        # With N and D free, f h s alone ranks the bits, without a search for N.
         cost = self._joint_cost if is_joint else lambda choice: self.best_at(choice, quiet=True).loss
         if isinstance(self.speed, Mapping):
             return min(self.speed, key=cost)
@@ -165,6 +166,7 @@ class _Search:
 
         def loss(log_N: Array) -> Array:
             N, D = np.exp(log_N), tokens(np.exp(log_N))
+            # Sizes whose inference uses up the budget have no tokens; their loss is set to infinity below.
             values = self.law.evaluate(N, np.maximum(D, 1e-30), variables)
             return np.where(D > 0, values, math.inf)
 
@@ -176,6 +178,7 @@ class _Search:
             N = math.exp(minimize_on_grid(loss, *np.log(_SIZES)))
         D = float(tokens(N))
         converges = bool(self.law.converges(variables))
+        # Rank bad choices: worse the more they exceed the budget, and worst if they diverge.
         if quiet and not (D > 0 and converges):
             worst = _OVER_BUDGET * per_parameter * N / self.compute if converges else math.inf
             return Optimum(N, 0.0, None, worst, self.compute, speed)
@@ -234,6 +237,7 @@ class _Search:
             return float(np.imag(self._log_product(at + 1e-30j))) / 1e-30
 
         low, high = max(BITS[0], bits - 1e-3), min(BITS[1], bits + 1e-3)
+        # Without a change of sign the best bits are at an edge of the range.
         if not slope(low) > 0 > slope(high):
             return bits
         return float(scipy_optimize().brentq(slope, low, high, xtol=1e-13))
@@ -275,6 +279,7 @@ def minimize_on_grid(
         best = int(np.nanargmin(values))
         if values[best] < smallest:
             argument, smallest = float(points[best]), float(values[best])
+        # The next grid spans the neighbors of the best point.
         points = np.linspace(points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)], _GRID_POINTS)
     return argument
 
@@ -318,6 +323,7 @@ def turning_point(law: Law, N: float, variables: Values, max_tokens: float = _MA
         return float(np.imag(law.evaluate(N, tokens + 1e-30j, variables)) / 1e-30) * tokens
 
     low, high = 0.0, math.log(max_tokens)
+    # The loss still falls at the largest number of tokens.
     if slope(high) <= 0:
         return math.inf
     if slope(low) >= 0:

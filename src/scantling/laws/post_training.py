@@ -101,6 +101,7 @@ class PostTrainingLaw(Law):
         """Return the power law in the bits; 0 for infinite bits."""
         post = variables["post"]
         is_quantized = np.isfinite(np.real(post))
+        # Any finite number: the last line discards the result of unquantized runs.
         post = np.where(is_quantized, post, 16.0)
         exponent = self.gamma_D * np.log(D) - self.gamma_N * np.log(N) - self.gamma_post * np.log(post)
         return np.where(is_quantized, self.k * np.exp(exponent), 0.0)

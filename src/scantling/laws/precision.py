@@ -238,6 +238,7 @@ class PrecisionLaw(Law):
         """Return the constants of the base, of parts at different bits, and of quantization after training."""
         names = super().free_constants(runs)
         for part, x in _SUFFIXES.items():
+            # Runs with equal bits of a part do not identify its gamma.
             if len(np.unique(runs[part])) > 1 and np.min(runs[part]) < FULL_PRECISION:
                 names += [f"gamma_{x}", f"n_{x}"]
         if np.isfinite(np.asarray(runs["post"], float)).any():
@@ -267,6 +268,7 @@ class PrecisionLaw(Law):
         is_quantized = np.isfinite(np.real(post))
         if not np.any(is_quantized) or self.C_T is None:
             return 0.0
+        # Any finite number: the last line discards the result of unquantized runs.
         post = np.where(is_quantized, post, 16.0)
         exponent = self.gamma_D * np.log(D) - self.gamma_N * np.log(N) - post / self.gamma_post + self.n_post
         robustness: Any = 1.0  # r_w r_a r_kv
@@ -306,4 +308,5 @@ def _saturating_factor(bits: Any, gamma: Any, offset: Any) -> Any:
     """Return 1 - exp(-bits / gamma + offset), at least 0, and 1 for infinite bits."""
     is_finite = np.isfinite(np.real(bits))
     factor = np.where(is_finite, 1 - np.exp(offset - np.where(is_finite, bits, 16.0) / gamma), 1.0)
+    # Compare real parts: a complex step has its derivative in the imaginary part.
     return np.where(np.real(factor) > 0, factor, 0.0)

@@ -114,6 +114,7 @@ class Fit:
         return cls(law, problem.names, residuals, total, problem.delta, runs, problem, theta, fitted_base, from_base)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before `law` is set, which would recurse.
         if name.startswith("_") or name == "law":
             raise AttributeError(name)
         return getattr(self.law, name)
@@ -206,6 +207,7 @@ class Fit:
     def condition_number(self) -> float:
         """Condition number of the Gauss-Newton Hessian by the log constants, in the middle of the runs."""
         jacobian = self._problem.residuals(self._theta)[1]
+        # cond(J^T J) = cond(J)^2
         return float(np.linalg.cond(jacobian) ** 2)
 
     def profile(self, name: str, steps: Array | None = None) -> tuple[Array, Array]:
@@ -340,6 +342,7 @@ class Fit:
         change[i] = 1.0
         if others:
             change[others] = -np.linalg.lstsq(hessian[np.ix_(others, others)], hessian[others, i], rcond=1e-12)[0]
+        # Along nearly flat directions the linear estimate is far too long.
         return np.clip(change, -3.0, 3.0)
 
     @cached_property

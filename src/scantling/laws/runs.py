@@ -75,6 +75,7 @@ class Runs(Mapping[str, Any]):
         rows = ~self.unmodeled
         for column in self.variables().values():
             is_bits = column.dtype.kind == "f"
+            # Numeric columns are bits; a text column is the scheme.
             rows &= column >= FULL_PRECISION if is_bits else np.isin(column, UNQUANTIZED_SCHEMES)
         return self.select(rows)
 
@@ -244,6 +245,7 @@ def _load_table(runs: Any) -> Mapping[str, Sequence[Any]]:
 def _read_file(path: Path) -> Any:
     try:
         raw = path.read_bytes()
+        # utf-8-sig drops the byte-order mark of some spreadsheets.
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if suffix == ".json":
@@ -280,6 +282,7 @@ def _column_cells(column: Any) -> list[Any]:
 def _is_equal(cell: Any, value: Any) -> bool:
     """Return True if a cell has a value: as text, as a number, or both empty."""
     texts = ["" if isinstance(each, float) and math.isnan(each) else cell_text(each) for each in (cell, value)]
+    # True in Python and "true" in a CSV file are the same value.
     if any(isinstance(each, bool | np.bool_) for each in (cell, value)):
         texts = [text.lower() for text in texts]
     if texts[0] == texts[1]:
@@ -328,6 +331,7 @@ def _check_values(runs: Mapping[str, Array], law: type[Law], row_numbers: Sequen
     for name in law.VARIABLES:
         if name == "scheme":
             continue
+        # +inf is unquantized; -inf is an error.
         bits = runs[name][~np.isinf(runs[name]) | (runs[name] < 0)]
         if len(outside := bits[~((bits >= low) & (bits <= high))]):
             raise UserError(f"{name} is in bits, {low:g} to {high:g}, or empty if unquantized; given {outside[0]:g}")

@@ -53,16 +53,19 @@ def pack(values: Tensor, width: int) -> Tensor:
         return values.to(torch.uint8)
     if width == 4:
         return pack_nibbles(values)
+    # On a GPU the number of launches counts, and not the memory for single bits.
     if values.device.type != "cpu":
         return _pack_bits(values, width, size)
     # `group` integers fill `group_bytes` bytes: each (integer, byte) pair that overlaps is one operation on all groups
     group, group_bytes = _group(width)
     groups = -(-count // group)
+    # (..., n) -> (..., groups, group)
     padded = torch.nn.functional.pad(values.to(torch.int32), (0, groups * group - count))
     padded = (padded & ((1 << width) - 1)).view(*values.shape[:-1], groups, group)
     out = torch.zeros(*values.shape[:-1], groups, group_bytes, dtype=torch.int32, device=values.device)
     for i, byte, shift in _overlaps(width):
         value = padded[..., i]
+        # A negative shift: the integer starts in an earlier byte.
         out[..., byte] |= (value << shift if shift >= 0 else value >> -shift) & 255
     return out.to(torch.uint8).flatten(-2)[..., :size]
 
@@ -94,6 +97,7 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     group, group_bytes = _group(width)
     groups = -(-count // group)
     padded = torch.nn.functional.pad(packed, (0, groups * group_bytes - size)).to(torch.int32)
+    # (..., size) -> (..., groups, group_bytes)
     padded = padded.view(*packed.shape[:-1], groups, group_bytes)
     out = torch.zeros(*packed.shape[:-1], groups, group, dtype=torch.int32, device=packed.device)
     for i, byte, shift in _overlaps(width):
@@ -117,6 +121,7 @@ def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
 
 def _pack_bits(values: Tensor, width: int, size: int) -> Tensor:
     """Pack like `pack`, bit by bit."""
+    # (..., n) -> (..., n, width) -> (..., n * width), lowest bit first
     bits = (
         (values.to(torch.int32)[..., None] >> _bit_positions(width, values)).bitwise_and_(1).to(torch.uint8).flatten(-2)
     )
@@ -126,6 +131,7 @@ def _pack_bits(values: Tensor, width: int, size: int) -> Tensor:
 
 def _unpack_bits(packed: Tensor, count: int, width: int) -> Tensor:
     """Unpack like `unpack`, bit by bit."""
+    # (..., size) -> (..., size * 8) -> (..., count, width)
     bits = (packed[..., None] >> _bit_positions(8, packed)).bitwise_and_(1).flatten(-2)[..., : count * width]
     integers = bits.to(torch.int32).reshape(*packed.shape[:-1], count, width)
     return (integers << _bit_positions(width, integers)).sum(-1, dtype=torch.int32)

@@ -47,6 +47,7 @@ def has_fast_matmul(compute: str, device: torch.device) -> bool:
     if compute == "fp32" or device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return True
     if compute == "int8":
+        # PyTorch reports int8 instructions of x86 only; other CPUs are assumed to have them.
         is_known = platform.machine() in ("x86_64", "AMD64")
         return not is_known or cpu_has_matmul("int8")
     return cpu_has_matmul(compute)
@@ -80,6 +81,7 @@ class DeviceTable:
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._last is None or not np.array_equal(self._last, table):
+            # A capture must not allocate pinned memory: it takes the buffer that an earlier call left.
             source = self._spare if is_captured else None
             if source is None or source.shape != table.shape:
                 source = self._pinned(table, device)
@@ -92,6 +94,7 @@ class DeviceTable:
                 # again.
                 self._spare = self._last = None
             elif self._spare is None or self._spare.shape != table.shape:
+                # For a later capture.
                 self._spare = self._pinned(table, device)
         if is_captured:
             _captured.append(self._table)
@@ -117,6 +120,7 @@ def _run_kernels(device: torch.device) -> bool:
         value = torch.zeros(1, device=device)
         with device_context(value):
             add_one[(1,)](value)
+        # Reading the value waits for the kernel, so that its errors are raised here.
         return bool(value == 1.0)
     except Exception as error:  # from Triton, its compilers or the driver
         logger.warning(

@@ -66,5 +66,6 @@ def unpack_indices(packed: Tensor, count: int, k: int, size: int) -> Tensor:
 def _layout(k: int, size: int) -> tuple[int, int]:
     """Return the shortest layout: the low bits per index, and the bits of a row of high parts (0: plain indices)."""
     width = width_for(size)
+    # Plain indices win a tie; otherwise a row has k ones and a zero per step up to the largest high part.
     layouts = [(width, 0), *((low, k + ((size - 1) >> low)) for low in range(width))]
     return min(layouts, key=lambda layout: k * layout[0] + layout[1])

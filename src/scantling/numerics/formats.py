@@ -85,8 +85,10 @@ class FloatFormat:
     @property
     def largest(self) -> float:
         """Largest value."""
+        # The code of 480 is NaN.
         if (self.exponent, self.mantissa) == (4, 3):
             return 448.0
+        # From 5 exponent bits on, the highest exponent is reserved for Inf and NaN.
         highest = 2**self.exponent - 1 - self._bias - (1 if self.exponent >= 5 else 0)
         return float(2.0**highest * (2.0 - 2.0**-self.mantissa))
 

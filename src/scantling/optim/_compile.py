@@ -61,6 +61,7 @@ def load_library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
             from filelock import FileLock  # slow to import, and rarely needed
 
             with FileLock(opened / "lock", timeout=_TIMEOUT_S, mode=0o600):  # one process compiles
+                # Another process may have compiled it while this one waited for the lock.
                 library = _load_cached(opened, key)
                 if library is None:
                     _compile_into(opened, key, source, compiler, flags)
@@ -91,6 +92,7 @@ def _key(source: Path, compiler: str, flags: Sequence[str]) -> str:
         cpu = "\n".join(sorted({line for line in lines if line.split(":")[0].strip().lower() in named}))
     texts = map(os.fsencode, (compiler, *flags, platform.machine(), cpu))
     digest = hashlib.sha256()
+    # With its length, no part can run into the next one.
     for part in (source.read_bytes(), version, *texts):
         digest.update(f"{len(part)}:".encode() + part)
     return digest.hexdigest()[:32]
@@ -119,6 +121,7 @@ def _private_folder(folder: Path) -> Iterator[Path]:
                 f"it has owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}; remove it, or chmod it to 700",
             )
         opened = Path(f"/proc/self/fd/{handle}")
+        # Without /proc use the path itself, which could be replaced.
         yield opened if opened.exists() else folder
     finally:
         os.close(handle)
@@ -129,6 +132,7 @@ def _load_cached(folder: Path, key: str) -> ctypes.CDLL | None:
     # The name ends with the SHA-256 of the file: a library that was changed or cut off is removed.
     for path in folder.glob(f"{key}.*.so"):
         try:
+            # Follow no link, and do not block if the file is a pipe.
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             continue
@@ -150,6 +154,7 @@ def _compile_into(folder: Path, key: str, source: Path, compiler: str, flags: Se
     temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
     try:
         library = _compile(temporary, source, compiler, flags)
+        # `_load_cached` refuses a library that others may write, whatever the umask was.
         library.chmod(0o700)
         fsync(library)
         with open(library, "rb") as file:

@@ -37,6 +37,7 @@ MAX_SCRATCH = 64 << 20
 class _CStep(ctypes.Structure):
     """`ParamStep` of came.c."""
 
+    # The order and the types of the struct in came.c.
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*POINTERS, "grad")),
         *((name, ctypes.c_int64) for name in ("num_matrices", "rows", "cols")),
@@ -110,6 +111,7 @@ def _call(steps: Sequence[ParamStep]) -> None:
     foreach_add_(counters, 1.0)
     array = (_CStep * len(steps))(*map(_to_c, steps))
     if library.came_step(array, ctypes.c_int64(len(steps)), ctypes.c_int(torch.get_num_threads())):
+        # No parameter has changed: take the count back.
         foreach_add_(counters, -1.0)
         raise MemoryError("no memory for the scratch of an optimizer step")
     # Autograd does not see writes from C: a backward pass that still needs the old weights must raise.

@@ -46,6 +46,7 @@ def dispatch_steps(steps: Sequence[ParamStep]) -> None:
     eager: list[ParamStep] = []
     sharded: list[ParamStep] = []
     for step in steps:
+        # Only the eager stages can stop for all-reduces.
         if step.plan.sharded_dims:
             sharded.append(step)
         elif step.hyper.foreach is False:
@@ -81,6 +82,7 @@ class _ShardedStep:
 
     @classmethod
     def from_step(cls, step: ParamStep) -> _ShardedStep:
+        # This rank learns only after (1) if any rank has a gradient; without one, (1) is undone.
         changed = () if step.has_grad else (step.state[key] for key in ("row", "col") if key in step.state)
         backup = [(tensor, tensor.clone()) for tensor in changed]
         return cls(step, param_stages(step), step.scalar(float(step.has_grad)), backup)
@@ -128,6 +130,7 @@ def _all_reduce(partial: Iterable[PartialSum]) -> None:
         for group in groups:
             buckets.setdefault((group, tensor.dtype), []).append(tensor)
     for (group, _), tensors in buckets.items():
+        # One flat buffer, since many small all-reduces would wait for latency.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if not flat.numel():
             continue

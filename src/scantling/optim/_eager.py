@@ -102,8 +102,10 @@ class _FactoredStages:
         # (1), (2): r (R, 1) and c (1, C) from the squared gradient
         step, (row, col) = self._step, self._statistics("row", "col")
         self._begin_means(row, col, step.hyper.beta2, step.hyper.eps1)
+        # Divided by the sides of the whole matrix: partial sums of tiles and ranks add up to means.
         weights = self._weights(1.0 - step.hyper.beta2)
         for tile in self._tiles:
+            # Sums run along both sides, so bound the squares for the longer one.
             squares = squared(tile_view(step.grad, tile), step.dtype, max(self._num_rows, self._num_cols))
             add_means(squares, tile_view(row, tile), tile_view(col, tile), self._view, weights)
             del squares
@@ -111,11 +113,13 @@ class _FactoredStages:
 
     def whiten(self) -> list[PartialSum]:
         step, hyper = self._step, self._step.hyper
+        # Counted here: a sharded parameter without a gradient on any rank stops before this stage.
         step.state["step"].add_(1.0)
         # (3): u = g a b with a (R, 1) and b (1, C)
         self._a, self._b = self._inverse_root("row", "col")
         if hyper.debias:
             self._b.mul_(step.correction(hyper.beta2).sqrt_())
+        # Summed over all tiles and matrices: (4) clips by the RMS of the whole tensor.
         self._total = step.scalar(0.0)
         for tile in self._tiles:
             self._total.add_(square_sum(self._whitened(tile)))
@@ -132,8 +136,10 @@ class _FactoredStages:
         # (5) to (8): s (R, 1) and k (1, C) from (u - m)^2 = beta1^2 (u - m_old)^2, with m_old from before this step
         row, col = self._statistics("res_row", "res_col")
         self._begin_means(row, col, hyper.beta3, hyper.eps2)
+        # `update_momentum` returns (u - m) / beta1: its square lacks the factor beta1^2.
         weights = self._weights(hyper.beta1**2 * (1.0 - hyper.beta3))
         for tile in self._tiles:
+            # (R, C), with the clip and the sign, which are in a
             clipped = self._whitened(tile)
             add_means(
                 update_momentum(self._momentum.read(tile), clipped, hyper.beta1).square_(),
@@ -156,6 +162,7 @@ class _FactoredStages:
             if hyper.debias:
                 scale.mul_(step.correction(hyper.beta3).sqrt_())
             a.mul_(scale)
+        # `scale` gives only device and dtype: the decay has no bias correction.
         decay = hyper.decay(scale)
         momentum, weight = self._momentum, _Weight(step)
         for tile in self._tiles:
@@ -163,6 +170,7 @@ class _FactoredStages:
                 m = self._whitened(tile)
             else:
                 m = momentum.read(tile)
+                # `update_instability` has already updated an fp32 momentum with confidence.
                 if momentum.is_rounded or not hyper.confidence:
                     update_momentum(m, self._whitened(tile), hyper.beta1)
             # (10)
@@ -189,6 +197,7 @@ class _FactoredStages:
         """Start an average with its old value on one rank of the group that sums it, and with 0 on the others."""
         rows, cols = self._view
         for average, summed in ((row, cols), (col, rows)):
+            # The all-reduce must count the old value once.
             if self._step.plan.is_first_rank(summed):
                 begin_mean(average, beta, eps)
             else:
@@ -197,6 +206,7 @@ class _FactoredStages:
     def _partial_sums(self, row: Tensor, col: Tensor) -> list[PartialSum]:
         plan, (rows, cols) = self._step.plan, self._view
         partial = [(row, plan.groups(cols)), (col, plan.groups(rows))]
+        # If both sides are sharded, no rank holds a whole factor: reduce the mean as well.
         if plan.groups(rows) and plan.groups(cols):
             self._grand_mean = row.sum(dim=rows, keepdim=True).div_(self._num_rows)
             partial.append((self._grand_mean, plan.groups(rows + cols)))
@@ -253,6 +263,7 @@ class _FullStages:
             if hyper.momentum is None:
                 m = self._whitened(tile, factor)
             else:
+                # A view, updated in place: unfactored parameters never round their momentum.
                 m = tile_view(step.state["exp_avg"], tile)
                 update_momentum(m, self._whitened(tile, factor), hyper.beta1)
             value = weight.read(tile)
@@ -267,6 +278,7 @@ class _FullStages:
         """Return the factor of g / sqrt(v), 0-D: bias correction, clip (4) and the sign of the gradient."""
         step, hyper = self._step, self._step.hyper
         correction = step.correction(hyper.beta2) if hyper.debias else None
+        # The sum is of g^2 / v with the uncorrected v; the corrected one is v / (1 - b2^t).
         if correction is not None:
             self._total.mul_(correction)
         factor = clip_factor(self._total, step.plan.numel, hyper.clip_threshold)
@@ -291,6 +303,7 @@ class _Momentum:
         self.is_rounded = self._codec not in (None, "fp32")
         self.depth = step.param.ndim
         if self._codec in ("int8", "int4"):
+            # Tiles cut only the dims that count rows, so that no block is split.
             self._layout = block_rows(tuple(step.param.shape), view, self._codec)
             self.depth = len(self._layout.lead)
 
@@ -310,6 +323,7 @@ class _Momentum:
         if self._layout is None:
             tile_view(state["exp_avg"], tile).copy_(value)
             return
+        # Only int4 has noise; int8 rounds to the nearest.
         seed = noise_seed(state["step"], self._step.param_idx, 0) if self._codec == "int4" else None
         start, strides = _tile_position(self._step, tile)
         codes, scale = tile_view(state["exp_avg_codes"], tile), tile_view(state["exp_avg_scale"], tile)
@@ -339,6 +353,7 @@ class _Weight:
 
 def _tile_position(step: ParamStep, tile: Tile) -> tuple[int, tuple[int, ...]]:
     """Return the row-major index of a tile's first element in the whole parameter, and the strides of the latter."""
+    # A tile has slices of its leading dims only, and is whole along the others.
     offset = [part.start for part in tile] + [0] * (step.param.ndim - len(tile))
     return step.plan.global_index(offset), step.plan.strides
 
@@ -357,6 +372,7 @@ def split_tiles(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, .
     if prod(shape) <= limit:
         return ((),)
     slices: list[list[slice]] = []
+    # Cut leading dims into single indices until the rest fits the limit, then cut that dim into runs.
     for dim, size in enumerate(shape[:depth]):
         length = max(1, limit // prod(shape[dim + 1 :]))
         slices.append([slice(start, min(start + length, size)) for start in range(0, size, length)])

@@ -62,10 +62,12 @@ def scratch_bytes(steps: Sequence[ParamStep]) -> int:
 
 def step_params(steps: Sequence[ParamStep]) -> None:
     """Take the step of parameters that `can_step` accepted."""
+    # Group by everything that a kernel is compiled for.
     launches: dict[_LaunchKey, list[ParamStep]] = {}
     for step in steps:
         launches.setdefault(_launch_key(step), []).append(step)
     for key, members in launches.items():
+        # Count before the launches: bias corrections and seeds read the new count.
         foreach_add_([step.state["step"] for step in members], 1.0)
         with device_context(members[0].param):
             for batch in _split_batches(members):
@@ -162,6 +164,7 @@ class _TileGrid:
 
     def __init__(self, sizes: tuple[tuple[int, int, int], ...], tile: tuple[int, int], device: torch.device) -> None:
         matrices, rows, cols = np.array(sizes, dtype=np.int64).T  # (parameters,) each
+        # tiles of one matrix along its rows and its columns, (parameters,) each
         down, across = -(-rows // tile[0]), -(-cols // tile[1])
         tiles, row_parts, col_parts = matrices * down * across, matrices * rows * across, matrices * down * cols
         self.fields = {
@@ -175,6 +178,7 @@ class _TileGrid:
             "row_part": _exclusive_cumsum(row_parts),
             "col_part": _exclusive_cumsum(col_parts),
         }
+        # programs that finish the row averages, and the column averages, of each parameter
         lines = [-(-(matrices * each) // _LINE) for each in (rows, cols)]
         owners = [program_owners(counts, device) for counts in (tiles, *lines, matrices)]
         self.tiles, self.rows, self.cols, self.matrices = owners
@@ -217,6 +221,7 @@ def _build_tables(
     numbers: dict[Any, tuple[float, ...]] = {}  # parameters of one group and shape share a row
     for step, field_row, value_row in zip(steps, fields, values, strict=True):
         pointers = step.layout.pointers or ()
+        # `FIELDS` begins with the pointers, the gradient and the index.
         field_row[: len(pointers) + 2] = (*pointers, step.grad.data_ptr(), step.param_idx)
         shared = id(step.hyper), step.layout.sizes
         if shared not in numbers:
@@ -230,6 +235,7 @@ def _value_row(hyper: HyperParams, sizes: tuple[int, int, int], *, is_factored: 
     """Return a row of the fp64 table on the host: `VALUES`, without what depends on the step, and log(beta)."""
     matrices, rows, cols = sizes
     beta1, beta2, beta3 = hyper.beta1, hyper.beta2, hyper.beta3
+    # A learning rate in a tensor is multiplied on the device, so that the host never reads it.
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
     # Weights of the sums in (1), (2), and in (7), (8) for residuals that lack a factor beta1.
     second = [beta2, (1.0 - beta2) * hyper.eps1]
@@ -261,6 +267,7 @@ def _add_step_values(key: _LaunchKey, steps: Sequence[ParamStep], fields: Tensor
         scale.mul_(steps[0].hyper.lr)
         values[:, VALUES.index("decay")].mul_(steps[0].hyper.lr)
     if key.momentum == "int4" or key.rounding == "stochastic":
+        # Seeds are int32 bits in columns of the fp32 table.
         seeds, param_idx = values.view(torch.int32), fields[:, FIELDS.index("param_idx")]
         for stream in range(2):
             seeds[:, VALUES.index(f"seed{stream}")] = noise_seed(counters, param_idx, stream)
@@ -279,6 +286,7 @@ def _launch_factored(key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
     num_tiles, num_matrices = len(grid.tiles), len(grid.matrices)
     new = table.new_empty
     row_parts, col_parts = new(grid.num_row_parts, dtype=torch.float32), new(grid.num_col_parts, dtype=torch.float32)
+    # totals: a sum of squares per tile; clips: a factor per parameter; means: a root per matrix
     totals, clips = new(num_tiles, dtype=torch.float32), new(len(steps), dtype=torch.float32)
     means, res_means = (new(num_matrices, dtype=torch.float32) for _ in range(2))
     param, grad = map(triton_dtype, (key.param, key.grad))
@@ -332,6 +340,7 @@ def _launch_full(key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
     param, grad = map(triton_dtype, (key.param, key.grad))
     shape = {"aligned": key.is_aligned, "size": _VECTOR}
     per_tile = (len(grid.tiles),)
+    # second moment and sums of squares, then (4), then (5) and (10)
     kernels.moment_squares[per_tile](table, numbers, grid.tiles, totals, grad=grad, **shape)
     kernels.clip_factors[(len(steps),)](table, numbers, totals, clips, key.maximize, _MATRIX)
     kernels.apply_moment[per_tile](

@@ -188,6 +188,7 @@ class CAME(torch.optim.Optimizer):
                 f"momentum={momentum!r} is the codec of a momentum, and with betas[0] = 0 there is none. Remove "
                 "momentum, or give betas[0] above 0. With a low-precision momentum, single groups may have betas[0] = 0"
             )
+        # By id of a parameter, its group and its index; built at the first use.
         self._param_index: dict[int, tuple[int, int]] | None = None
         self._layouts: dict[Tensor, ParamLayout] = {}  # see `_layout`
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
@@ -200,6 +201,7 @@ class CAME(torch.optim.Optimizer):
         self._layouts = {}
         self.released = set()
         for group in self.param_groups:
+            # A pickle of an older version may lack options.
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
             _move_lr(group)
@@ -228,6 +230,7 @@ class CAME(torch.optim.Optimizer):
                 if param.requires_grad or param.dtype not in DTYPES:  # others are checked in their first step
                     check_param(param_name(group, index), param, group)
         except UserError:
+            # torch has appended the group before this check.
             self.param_groups.pop()
             raise
         _move_lr(group)
@@ -323,6 +326,7 @@ class CAME(torch.optim.Optimizer):
         state = self.state.get(param)
         if not state:
             return  # the state will be made at the first step, in the shape of the sliced parameter
+        # The cached layout holds addresses of the old state.
         self._layouts.pop(param, None)
         shape = param_shape(state)
         dim, index = check_slice(shape, dim, index)
@@ -330,6 +334,7 @@ class CAME(torch.optim.Optimizer):
             del self.state[param]  # an empty parameter has no state
             return
         sliced_shape = (*shape[:dim], len(index), *shape[dim + 1 :])
+        # The sliced parameter may be too thin to be factored: its view is then None.
         views = group_matrix_view(group, shape), group_matrix_view(group, sliced_shape)
         sliced = slice_tensors(
             {key: local_tensor(value) for key, value in state.items()},
@@ -381,6 +386,7 @@ class CAME(torch.optim.Optimizer):
         """Return the cached layout of a parameter; make it again if the parameter, its state or its options changed."""
         # Local parts of DTensors are new tensors in every step, so only the shard plan of theirs is reused.
         mesh = getattr(param, "device_mesh", None)
+        # The mesh in the key keeps it alive, so that its id is not reused.
         placements = None if mesh is None else (id(mesh), mesh, param.placements)  # type: ignore[attr-defined]
         key = (param.shape, param.stride(), param.dtype, hyper.layout_key, placements)
         cached = self._layouts.get(param)

@@ -69,6 +69,7 @@ def from_came_pytorch(
             )
         parameters = optimizer.parameters()
         for saved_group, new_group in zip(theirs, ours, strict=True):
+            # In the same groups, the saved options replace ours.
             new_group |= {key: saved_group[key] for key in _SHARED_KEYS}
     # Match our parameters to the saved keys by identity, each tied parameter once.
     ordered = list({id(param): param for param in parameters}.values())
@@ -81,6 +82,7 @@ def from_came_pytorch(
             if id(param) not in key_of:
                 raise UserError(f"parameter {key} of this optimizer, {tuple(param.shape)}, is not one of parameters=")
             saved = state_dict["state"].get(key_of[id(param)])
+            # A parameter that was never stepped has no state.
             if saved:
                 _check(saved, param, f"parameter {key}")
                 result["state"][key] = _to_ours(saved, group, param)
@@ -133,6 +135,7 @@ def _to_ours(saved: dict[str, Any], group: dict[str, Any], param: Tensor) -> dic
         state["exp_avg"] = saved["exp_avg"]
     elif "exp_avg_codes" in shapes and view is not None:
         state |= encode_momentum(saved["exp_avg"].to(torch.float32, copy=True), view, group["momentum"], shapes)
+    # came-pytorch keeps no bits below bf16.
     if "low" in shapes:
         state["low"] = torch.zeros(shape)
     return {key: state[key].to(param.device, dtype) for key, (_, dtype) in shapes.items()}

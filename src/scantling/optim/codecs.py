@@ -124,6 +124,7 @@ def momentum_shapes(
     if momentum == "bf16":
         return {"exp_avg": (shape, torch.bfloat16)}
     layout = block_rows(shape, view, momentum)
+    # scales (*lead, num_blocks); codes (*lead, length) in int8, (*lead, ceil(length / 2)) in int4
     scales = (*layout.lead, layout.num_blocks), layout.scale_dtype
     if momentum == "int8":
         return {"exp_avg_codes": ((*layout.lead, layout.length), torch.int8), "exp_avg_scale": scales}
@@ -164,6 +165,7 @@ def encode(
     steps = join_blocks(_INT4.to_steps(blocks, stored, out=blocks), layout.length)
     noise = None
     if seed is not None:
+        # Noise depends on the position in the whole parameter, so tiles and shards do not change it.
         noise = random_uint16(seed, start, value.shape, strides).view(steps.shape).to(value.dtype).mul_(2.0**-16)
     # Codes from 1 to 15, two per byte; a row of odd length gets one more.
     nibbles = _INT4.round_(steps, noise).add_(8.0).to(torch.uint8)
@@ -175,9 +177,11 @@ def encode(
 def decode(codes: Tensor, scale: Tensor, layout: BlockRows, dtype: torch.dtype) -> Tensor:
     """Decode rows of momentum: (rows, layout.length)."""
     if layout.block == _BLOCKS["int8"]:
+        # (rows, length), then the inverse of the softsign
         y = codes.reshape(-1, layout.length).to(dtype).mul_(1.0 / 127.0)
         x = y.div_(y.abs().neg_().add_(2.0))  # y / (2 - |y|)
     else:
+        # (rows, ceil(length / 2)) -> (rows, length)
         nibbles = unpack_nibbles(codes.reshape(-1, codes.shape[-1]), layout.length)
         x = nibbles.to(dtype).sub_(8.0).mul_(1.0 / 7.0)
     blocks = _blocks(x, layout)
@@ -195,6 +199,7 @@ def decode_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of the scales of blocks, decoded if they have one byte."""
     if scale.dtype != torch.uint8:
         return scale.to(dtype)
+    # A code is the exponent and the first 3 mantissa bits of an fp32 number, minus a bias.
     bits = scale.to(torch.int32)
     numbers = (bits + _SHORT_BIAS).bitwise_left_shift_(20).view(torch.float32)
     return numbers.masked_fill_(bits == 0, 0.0).masked_fill_(bits == 255, torch.nan).to(dtype)
@@ -212,6 +217,7 @@ def read_weight(param: Tensor, low: Tensor | None, dtype: torch.dtype) -> Tensor
     """Return the weight in the dtype of the statistics: `param` itself if it has that dtype, else a new tensor."""
     if low is None:
         return param.to(dtype)
+    # `low` is signed: the upper half was rounded to the nearest, so the rest may be negative.
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(low.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
 
@@ -262,6 +268,7 @@ def noise_seed(step: Tensor, param_idx: int | Tensor, stream: int) -> Tensor:
         param_idx: index of the parameter in the optimizer; a tensor is 0-D int64.
         stream: 0 for the noise of the momentum, 1 for that of the weight.
     """
+    # Masked to 31 bits, so that the key fits int32.
     key = (param_idx * 4 + stream) * _STREAM & 0x7FFFFFFF
     if isinstance(key, Tensor):
         key = key.to(torch.int32)
@@ -281,7 +288,9 @@ def random_uint16(seed: Tensor, start: int, shape: Sequence[int], strides: Seque
     # The counter is the row-major index of an element in the whole parameter, modulo 2^32.
     counter = _arange(seed, *runs[-1]).add_(_signed(start))
     for length, stride in reversed(runs[:-1]):
+        # An outer dim: (n,) -> (length, n) -> (length * n,)
         counter = (_arange(seed, length, stride).unsqueeze(-1) + counter).view(-1)
+    # int32 products wrap, with the same bits as uint32 in C and Triton.
     counter.mul_(_MULTIPLIERS[1])
     return _mix(counter.add_(seed)).bitwise_right_shift_(16).bitwise_and_(0xFFFF).view(tuple(shape))
 
@@ -290,6 +299,7 @@ def _merge_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int,
     """Return (length, stride) of dims, with contiguous dims merged."""
     runs = [(1, 1)]
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        # Dims come innermost first.
         inner, step = runs[-1]
         if length == 1:
             continue

@@ -84,6 +84,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             UserError: another number of groups, or of parameters in a group, than this optimizer has.
         """
         state_dict = dict(state_dict)
+        # An override of `load_state_dict` must call the hooks itself.
         pre_hooks, post_hooks = load_state_dict_hooks(self)
         for pre_hook in pre_hooks:
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -99,6 +100,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             keys = {key for group in own for key in group["params"]}
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
             member.load_state_dict({"state": state, "param_groups": own})
+        # Each member has made new groups and a new state.
         self._share()
         for post_hook in post_hooks:
             post_hook(self)

@@ -146,6 +146,7 @@ def _construct(
     name = name.lower()
     if name in FOR_MATRICES:
         return _build_for_matrices(name, groups, lr, weight_decay, options)
+    # `check_options` has refused unknown names, so the only other one is "came".
     cls = _torch_classes().get(name) or _came()
     if "weight_decay" in inspect.signature(cls).parameters:
         options = {**options, "weight_decay": weight_decay}

@@ -136,6 +136,7 @@ def release_gradients(
     undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
     undo += [param.register_post_accumulate_grad_hook(passes.on_gradient).remove for param in params]  # type: ignore[no-untyped-call]
     undo.append(optimizer.register_step_post_hook(lambda *_: passes.on_optimizer_step()).remove)
+    # FSDP2 without gradient sync calls no gradient hook, so count passes from their outputs.
     if groups and accumulation > 1:
         undo.append(model.register_forward_hook(passes.count_output).remove)
     return ReleaseHandle(undo)
@@ -207,6 +208,7 @@ class _ReleasePasses:
     def _begin(self) -> None:
         """Start a new pass if autograd has, and register `_end` for its end."""
         task = current_backward_id()
+        # Each hook of a pass comes here; the first one starts the pass.
         if task == self._task:
             return
         _refuse_reentrant()

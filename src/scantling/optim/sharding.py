@@ -193,6 +193,7 @@ def new_state_tensor(
         return _zeros_like(part, size, dtype)
     from torch.distributed.tensor import DTensor
 
+    # run_check=False: a check would communicate.
     return DTensor.from_local(
         _zeros_like(part, _local_size(param, size, averaged), dtype),
         param.device_mesh,  # type: ignore[attr-defined]
@@ -233,6 +234,7 @@ def distribute_like(value: Tensor, param: Tensor, averaged: Sequence[int] | None
     placements = _state_placements(param, averaged)
     if _is_dtensor(value):
         return value.redistribute(placements=placements)  # type: ignore[attr-defined, no-any-return]
+    # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
     return distribute_tensor(value, param.device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 

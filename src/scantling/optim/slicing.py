@@ -62,6 +62,7 @@ def slice_tensors(
             pair = _slice_factors([state[name] for name in names], dim, index, before)
             result |= dict(zip(names, pair, strict=True))
     if "exp_avg" in shapes:
+        # Decode codes as well: a matrix that is now too thin keeps its momentum in fp32.
         full = full_momentum(state, before, momentum).index_select(dim, index)
         result["exp_avg"] = full.to(shapes["exp_avg"][1])
     elif "exp_avg_codes" in shapes and before is not None:

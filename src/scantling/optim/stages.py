@@ -75,6 +75,7 @@ def whiten(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares: 0-D."""
+    # A dot product needs no temporary for the squares.
     flat = x.reshape(-1)
     return torch.dot(flat, flat)
 

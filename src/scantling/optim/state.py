@@ -126,6 +126,7 @@ def state_tensors(
     Callers share the cached result and must not change it.
     """
     statistics = statistics_dtype(dtype)
+    # fp32 counts exactly up to 2^24 steps.
     tensors: Shapes = {"step": ((), torch.float32), **momentum_shapes(shape, view, momentum, statistics)}
     if view is None:
         tensors["exp_avg_sq"] = (shape, statistics)

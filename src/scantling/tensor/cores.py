@@ -133,7 +133,7 @@ def random_cores(
             core = _orthonormal(core.flatten(1).t()).t().reshape(core.shape)
         cores.append(core)
     total = sum(float(squared_norm(cores, box)) for box in boxes)
-    # An equal share of the scale for each core; the padding does not count towards the norm.
+    # An equal share of the scale for each core; the padding does not count toward the norm.
     factor = (norm / sqrt(total)) ** (1.0 / len(cores)) if total > 0.0 else 0.0
     return [(core * factor).to(dtype or torch.get_default_dtype()) for core in cores]
 

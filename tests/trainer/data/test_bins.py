@@ -29,7 +29,7 @@ def test_end_of_the_last_file_is_held_out_from_a_window_on(tmp_path: Path) -> No
     assert train[1][-1] == 879
 
 
-def test_files_are_mapped_as_they_are(tmp_path: Path) -> None:
+def test_files_are_memory_mapped_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", 500, "<u4", begin=70_000)
     train, heldout, held_by = open_bins(DataSection(bin=path, bin_dtype="uint32", heldout=0), seq_len=16)
     assert (train[0].path, heldout, held_by) == (Path(path), [], None)
@@ -42,7 +42,7 @@ def test_validation_files(tmp_path: Path) -> None:
     assert (len(train[0]), len(heldout[0]), held_by) == (500, 50, "files")
 
 
-def test_what_is_read_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_of_files_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scantling.trainer.data.bins.CHUNK", 7)
     cache = Cache(tmp_path / "cache")
     train, heldout, _ = open_bins(DataSection(bin=write(tmp_path / "a.bin", 1000), heldout=0.1), seq_len=16)
@@ -57,13 +57,13 @@ def test_what_is_read_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_through([*train, *heldout], cache)[1] == content != read_through(train, cache)[1]
 
 
-def test_a_file_that_is_named_twice_is_not_both_trained_on_and_held_out(tmp_path: Path) -> None:
+def test_file_named_twice_is_not_both_trained_on_and_held_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", 1000)
     train, heldout, _ = open_bins(DataSection(bin=[path, str(tmp_path / "*.bin")], heldout=0.1), seq_len=16)
     assert sum(map(len, [*train, *heldout])) == 1000
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"abc")
     with pytest.raises(UserError, match=r"a\.bin has 3 bytes, no whole number of uint16 ids"):

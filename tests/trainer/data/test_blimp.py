@@ -19,7 +19,7 @@ BLIMP = {
 }
 
 
-def test_the_forms_of_files(tmp_path: Path) -> None:
+def test_file_formats(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "blimp.jsonl.gz", "wt") as file:
         file.write(json.dumps(BLIMP) + "\n")
     (tmp_path / "own.csv").write_text('sentence_bad,sentence_good\n"Who, me run?","Who, me?"\n')
@@ -46,13 +46,13 @@ def test_the_forms_of_files(tmp_path: Path) -> None:
         ("pairs.tsv", "a\tb", "neither .jsonl nor .csv"),
     ],
 )
-def test_what_it_refuses(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_bad_pairs_raise(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=words):
         read_pairs([str(tmp_path / name)])
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_raise(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps(BLIMP))
     with pytest.raises(UserError, match=r"file not found.*did you mean 'pairs.jsonl'"):
         read_pairs([str(tmp_path / "pair.jsonl")])

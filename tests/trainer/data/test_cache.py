@@ -43,7 +43,7 @@ def test_entry_is_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["shorter", "gone", "no meta", "torn meta", "wrong meta"])
-def test_torn_entry_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_torn_entry_is_rebuilt(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = Cache(tmp_path).get("kind", "key", make).path
     if damage == "shorter":
         os.truncate(path / "data", 5)
@@ -61,7 +61,7 @@ def test_torn_entry_is_made_again(tmp_path: Path, damage: str, caplog: pytest.Lo
     assert Cache(tmp_path).get("kind", "key", never) == entry
 
 
-def test_failure_and_kill_leave_nothing_that_counts(tmp_path: Path) -> None:
+def test_failure_and_kill_leave_no_valid_entry(tmp_path: Path) -> None:
     def fail(folder: Path) -> dict[str, Any]:
         (folder / "data").write_text("half")
         raise UserError("bad input")
@@ -94,7 +94,7 @@ def test_full_disk_while_writing_arrays(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_read_only_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the data cache .*SCANTLING_CACHE"):
         Cache(tmp_path / "file").get("kind", "key", make)

@@ -63,7 +63,7 @@ def test_validation_files_are_held_out_whole(tmp_path: Path, path: str) -> None:
     assert prepared(path, validation=other).info["fingerprint"] != ready.info["fingerprint"]
 
 
-def test_validation_rows_that_are_trained_on_are_warned_of(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_rows_in_training_data_warn(path: str, caplog: pytest.LogCaptureFixture) -> None:
     prepared(path, validation=path)
     assert "all of the held-out rows are also among those that are trained on" in caplog.text
 
@@ -92,7 +92,7 @@ def test_log_scaling(path: str) -> None:
     np.testing.assert_allclose(ready.features.scaled(values), [[0, np.log(10)], [0, 0]], rtol=1e-6)
 
 
-def test_hashed_and_own_ids(path: str, rows: list[dict[str, Any]]) -> None:
+def test_hashed_and_fitted_ids(path: str, rows: list[dict[str, Any]]) -> None:
     ready = prepared(path, clicks={"table_size": {"user": 7}}, heldout=0.5)
     shops = sorted({key64(str(rows[n]["shop"] or "")) for n in numbers(ready)[0]})
     assert ready.features.table_sizes == (7, len(shops) + 1)
@@ -143,7 +143,7 @@ def test_saved_features_make_the_same_inputs_of_new_rows(tmp_path: Path, path: s
         ClickFeatures.from_pretrained(tmp_path)
 
 
-def test_files_are_read_once_until_they_change(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_scanned_once_until_they_change(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepared(path)
     blocks = click_files.ClickFiles.blocks
     monkeypatch.setattr(click_files.ClickFiles, "blocks", lambda self: pytest.fail("read again"))
@@ -155,7 +155,7 @@ def test_files_are_read_once_until_they_change(path: str, monkeypatch: pytest.Mo
     assert prepared(path).info["fingerprint"] != first.info["fingerprint"]
 
 
-def test_rows_without_a_label_are_left_out_with_a_warning(
+def test_unlabeled_rows_are_skipped_with_a_warning(
     tmp_path: Path, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     rows[3]["clicked"] = rows[8]["clicked"] = ""

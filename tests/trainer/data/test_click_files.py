@@ -90,13 +90,13 @@ def test_hashes_are_the_same_everywhere() -> None:
     assert category_keys([True, 0.5]) == [key64("1"), key64("0.5")]
 
 
-def test_decimals_are_the_numbers_that_they_equal() -> None:
+def test_decimals_equal_their_floats() -> None:
     pairs = [(Decimal("7.00"), 7), (Decimal("7.50"), 7.5), (Decimal("1E+2"), "100"), (Decimal("0.1"), "0.1")]
     for decimal, other in pairs:
         assert category_keys([decimal]) == category_keys([other])
 
 
-def test_a_label_can_be_a_comparison(tmp_path: Path) -> None:
+def test_label_above_compares_with_a_threshold(tmp_path: Path) -> None:
     rows = [{"delay": delay, "user": "a"} for delay in ("15", "15.5", "-3", "NA", "", "1e3")]
     block = read(
         csv=str(write_csv(tmp_path / "a.csv", rows)),

@@ -33,7 +33,7 @@ def write_folder(root: Path, count: int = 60) -> Path:
     return root
 
 
-def test_a_folder_by_class_and_arrays_hold_the_same(tmp_path: Path) -> None:
+def test_class_folders_and_arrays_give_the_same_images(tmp_path: Path) -> None:
     images, labels = image_arrays(60)
     write_npz(tmp_path / "i.npz", 60)
     from_folder, from_arrays = (
@@ -84,7 +84,7 @@ def test_images_are_resized_and_converted(tmp_path: Path) -> None:
     assert np.array_equal(plain.transpose(1, 2, 0), np.asarray(want))
 
 
-def test_a_dataset_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hugging_face_dataset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     datasets = pytest.importorskip("datasets")
     images, _ = image_arrays(30)
     classes = [["no", "yes"][number % 2] for number in range(30)]
@@ -108,7 +108,7 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "arrow"])
-def test_a_dataset_saved_with_a_format(tmp_path: Path, kind: str) -> None:
+def test_dataset_saved_with_a_format(tmp_path: Path, kind: str) -> None:
     datasets = pytest.importorskip("datasets")
     images, _ = image_arrays(4)
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
@@ -196,13 +196,13 @@ def test_images_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"images": np.array([{}]), "labels": np.zeros(1, int)}, "not a readable .npz file"),
     ],
 )
-def test_arrays_that_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "i.npz", **arrays)
     with pytest.raises(UserError, match=message):
         prepared(images=str(tmp_path / "i.npz"))
 
 
-def test_files_and_folders_that_are_refused(tmp_path: Path) -> None:
+def test_bad_files_and_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match="no folder in it"):
         prepared(images=str(tmp_path / "train"))

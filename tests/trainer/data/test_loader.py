@@ -74,7 +74,7 @@ def test_processes_and_workers_share_the_same_batches(world: int, workers: int, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, STEPS - 2), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_goes_on_from_any_step(before: int, micro: int, world: int, bucket: bool) -> None:
+def test_source_resumes_from_any_step(before: int, micro: int, world: int, bucket: bool) -> None:
     wanted = expected(bucket=bucket)
     with opened(bucket=bucket) as source:
         for _ in range(before):
@@ -89,7 +89,7 @@ def test_goes_on_from_any_step(before: int, micro: int, world: int, bucket: bool
     assert [list(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)] == wanted[before:]
 
 
-def test_what_workers_made_ahead_is_not_in_the_state() -> None:
+def test_batches_made_ahead_are_not_in_the_state() -> None:
     wanted = expected()
     with opened(workers=2) as source:
         for _ in range(5):
@@ -129,7 +129,7 @@ def test_errors_of_workers_are_raised() -> None:
     source.close()
 
 
-def test_workers_that_are_left_end_with_their_parent_and_with_no_other_signal() -> None:
+def test_workers_end_with_their_parent_only() -> None:
     """After an error, a source may stay alive until the process exits, which then waits for its workers."""
     script = textwrap.dedent(
         """

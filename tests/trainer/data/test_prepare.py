@@ -111,7 +111,7 @@ def test_moved_files_keep_their_entry(corpus: tuple[list[str], DataSection], tmp
     assert prepare(section.model_copy(update={"text": str(moved)}), seed=0).info["cache"] == first.info["cache"]
 
 
-def test_torn_tokens_are_made_again(corpus: tuple[list[str], DataSection]) -> None:
+def test_torn_tokens_are_rebuilt(corpus: tuple[list[str], DataSection]) -> None:
     _, section = corpus
     first = prepare(section, seed=0)
     tokens = first.train.tokens[:].tolist()
@@ -142,7 +142,7 @@ def test_bpe_has_exactly_the_size(tmp_path: Path) -> None:
     assert max(prepared.train.tokens[:]) < 700
 
 
-def test_bpe_that_cannot_be_had(tmp_path: Path) -> None:
+def test_bpe_larger_than_the_text_allows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a few different words in here\n" * 50)
     section = DataSection(text=str(tmp_path / "a.txt"), tokenizer={"bpe": 5000}, heldout=0)
     with pytest.raises(UserError, match="give only"):
@@ -181,7 +181,7 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
     assert sorted(rows) == sorted((f"p{n}", f"h {n}" * (n % 5), LABELS[n % 3]) for n in range(60))
 
 
-def test_given_labels_keep_their_order_and_numbers_are_sorted_as_such(tmp_path: Path) -> None:
+def test_given_labels_keep_their_order_and_numbers_sort_numerically(tmp_path: Path) -> None:
     section = DataSection(jsonl=str(pairs_file(tmp_path / "a.jsonl")), fields=NLI, labels=LABELS)
     assert prepare(section, seed=0, pairs=True).labels == LABELS
     path = tmp_path / "n.jsonl"
@@ -261,8 +261,8 @@ def test_source_that_changes_while_it_is_read(
         prepare(section, seed=0)
 
 
-@pytest.mark.parametrize("during", ["reading", "training", "tokenising"])
-def test_nothing_is_kept_of_a_source_that_changes_while_it_is_read(tmp_path: Path, during: str) -> None:
+@pytest.mark.parametrize("during", ["reading", "training", "tokenizing"])
+def test_source_changed_while_reading_is_not_cached(tmp_path: Path, during: str) -> None:
     path = tmp_path / "corpus.txt"
     text = "".join(f"#doc\ndocument {number} the cat sat on the mat\n" for number in range(40))
     path.write_text(text)
@@ -280,7 +280,7 @@ def test_nothing_is_kept_of_a_source_that_changes_while_it_is_read(tmp_path: Pat
     assert all("cat" in document for document in texts_of(prepared.train, prepared))
 
 
-def test_cache_that_cannot_be_written(
+def test_read_only_cache_raises(
     corpus: tuple[list[str], DataSection], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -289,7 +289,7 @@ def test_cache_that_cannot_be_written(
         prepare(corpus[1], seed=0)
 
 
-def test_disk_that_becomes_full(corpus: tuple[list[str], DataSection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_while_caching_raises(corpus: tuple[list[str], DataSection], monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(StoreWriter):
         def add_text(self, ids: Any, *, last: bool) -> None:
             self._files["tokens"].write(b"x")
@@ -306,7 +306,7 @@ def test_disk_that_becomes_full(corpus: tuple[list[str], DataSection], monkeypat
     )
 
 
-def test_held_out_documents_that_are_trained_on_are_counted(
+def test_held_out_documents_in_training_data_are_counted(
     corpus: tuple[list[str], DataSection], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts, section = corpus
@@ -317,7 +317,7 @@ def test_held_out_documents_that_are_trained_on_are_counted(
     assert prepare(section, seed=0).info["heldout_seen"] == 0
 
 
-def test_progress_is_told(corpus: tuple[list[str], DataSection]) -> None:
+def test_progress_is_reported(corpus: tuple[list[str], DataSection]) -> None:
     class Recorder:
         def __init__(self) -> None:
             self.works: list[list[Any]] = []
@@ -336,7 +336,7 @@ def test_progress_is_told(corpus: tuple[list[str], DataSection]) -> None:
     recorder = Recorder()
     prepare(section, seed=0, progress=recorder)
     size = sum(len(text.encode()) for text in texts)
-    assert [work[0] for work in recorder.works] == ["reading", "training", "tokenising"]
+    assert [work[0] for work in recorder.works] == ["reading", "training", "tokenizing"]
     assert recorder.works[0][1:] == [None, size, True]
     assert all(work[3] for work in recorder.works)
     assert recorder.works[2][1] == recorder.works[2][2] == size

@@ -38,11 +38,11 @@ def test_nothing_for_short_work(terminal: bool, monkeypatch: pytest.MonkeyPatch)
 def test_bar_on_a_terminal() -> None:
     out = io.StringIO()
     progress = RichProgress(Console(file=out, force_terminal=True, width=80))
-    progress.start("tokenising", None)
+    progress.start("tokenizing", None)
     progress._began -= 2 * module.PATIENCE_S
     progress.advance(1_000_000)
     progress.finish()
     progress.start("next", 10)
     progress.finish()
-    assert "tokenising" in out.getvalue()
+    assert "tokenizing" in out.getvalue()
     assert "next" not in out.getvalue()

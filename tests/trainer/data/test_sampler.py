@@ -42,7 +42,7 @@ def test_each_epoch_has_each_sample_once(samples: int, batch: int, seed: int, bu
 
 @settings(max_examples=150, deadline=None)
 @given(*sizes, st.integers(0, 12))
-def test_goes_on_from_any_place(samples: int, batch: int, seed: int, bucket: bool, before: int) -> None:
+def test_sampler_resumes_from_any_sample(samples: int, batch: int, seed: int, bucket: bool, before: int) -> None:
     straight = draw(make(samples, batch, seed, bucket), before + 5)
     sampler = make(samples, batch, seed, bucket)
     draw(sampler, before)
@@ -57,12 +57,12 @@ def test_goes_on_from_any_place(samples: int, batch: int, seed: int, bucket: boo
     assert draw(skipped, 5) == straight[before * batch :]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_order_differs_by_epoch_and_seed() -> None:
     orders = {tuple(Sampler(50, batch_size=5, seed=seed).order(epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
 
-def test_order_is_the_same_for_ever() -> None:
+def test_order_matches_golden_values() -> None:
     """Resuming depends on the order, so these numbers must not change with any version."""
     assert mix64([0, 1], 0).tolist() == [16294208416658607535, 10451216379200822465]  # first outputs of seeds 0 and 1
     assert permutation(8, 1).tolist() == [2, 4, 6, 5, 0, 3, 7, 1]
@@ -109,7 +109,7 @@ def test_buckets_stay_aligned_with_batches_in_later_epochs() -> None:
     assert np.mean(spreads) < 10
 
 
-def test_places_that_do_not_fit() -> None:
+def test_positions_of_another_dataset_are_refused() -> None:
     sampler = Sampler(10, batch_size=2, seed=1)
     with pytest.raises(UserError, match="saved with seed 2; given seed 1"):
         sampler.load_state_dict({"seed": 2, "epoch": 0, "index": 0})

@@ -61,7 +61,7 @@ def test_standard_library_is_complete_and_in_order() -> None:
     assert source.size > 5_000_000
 
 
-def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
+def test_standard_library_skips_non_utf8_files(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("b")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.py").write_text("x")
@@ -226,7 +226,7 @@ def test_hub_name_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "\n" not in message
 
 
-def test_folder_that_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_dataset_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     (tmp_path / "folder").mkdir()
     assert "cannot load" in refusal(hf=str(tmp_path / "folder"))
@@ -236,7 +236,7 @@ def test_folder_that_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "An error occurred" not in message
 
 
-def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+def test_file_named_twice_counts_once(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name)
     found = pieces(text=[str(tmp_path / "b.txt"), str(tmp_path / "*.txt"), f"{tmp_path}/./b.txt"])
@@ -313,13 +313,13 @@ def test_missing_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, ["a"], {"a": 1}, True])
-def test_text_that_is_no_text(tmp_path: Path, value: Any) -> None:
+def test_text_column_of_wrong_type_raises(tmp_path: Path, value: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"text": value})
     assert refusal(jsonl=str(path)).startswith(f"{path}:2: column 'text' must hold text; given ")
 
 
 @pytest.mark.parametrize("value", [None, 0.5, ["a"], ""])
-def test_label_that_is_no_label(tmp_path: Path, value: Any) -> None:
+def test_label_of_wrong_type_raises(tmp_path: Path, value: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "a", "label": value})
     assert f"{path}:1: column 'label' must hold a label" in refusal(jsonl=str(path), fields={"label": "label"})
 
@@ -368,7 +368,7 @@ def test_link_to_nothing_in_the_standard_library(tmp_path: Path) -> None:
     assert [piece.text for piece in StandardLibrary(tmp_path).pieces()] == ["a = 1\n"]
 
 
-def test_home_of_nobody() -> None:
+def test_unknown_home_directory() -> None:
     assert "data.text: file not found: ~nobody-of-that-name/a.txt" in refusal(text="~nobody-of-that-name/a.txt")
 
 
@@ -381,7 +381,7 @@ def test_too_many_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # scans
 
 
-def test_scan_is_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_is_cached_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = scan(TextFiles([path]), Cache(), NoProgress())

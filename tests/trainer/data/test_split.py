@@ -51,7 +51,7 @@ def test_order_of_the_documents_does_not_matter() -> None:
     assert sides.tolist() != split(scan_of(contents), heldout=0.2, max_bytes=None, seed=4, name="x").tolist()
 
 
-def test_no_share_holds_nothing_out_and_blank_documents_are_unused() -> None:
+def test_zero_share_holds_nothing_out_and_blank_documents_are_unused() -> None:
     sides = split(scan_of([1, 2, 3], [5, 0, 5]), heldout=0, max_bytes=None, seed=0, name="x")
     assert sides.tolist() == [TRAIN, UNUSED, TRAIN]
 

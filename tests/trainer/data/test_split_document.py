@@ -33,7 +33,7 @@ def text_of(prepared: Prepared, side: str) -> str:
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
-def test_the_end_of_a_single_file_is_held_out(share: float, tokenizer: Any, tmp_path: Path) -> None:
+def test_end_of_a_single_file_is_held_out(share: float, tokenizer: Any, tmp_path: Path) -> None:
     text = english_like(6000)
     (tmp_path / "one.txt").write_text(text)
     section = DataSection(text=str(tmp_path / "one.txt"), heldout=share, tokenizer=tokenizer)
@@ -109,7 +109,7 @@ def test_no_character_is_lost_at_a_cut(pieces: list[str], share: float) -> None:
     assert "".join(texts) == "".join(pieces)
 
 
-def test_what_is_too_short_or_not_plain_text_is_still_refused(tmp_path: Path) -> None:
+def test_short_or_non_text_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(UserError, match="nothing can be held out of one document"):
         prepare(DataSection(text=str(tmp_path / "one.txt")), seed=0)
@@ -136,7 +136,7 @@ def texts(section: DataSection) -> list[str]:
     return [piece.text for piece in training_source(section).pieces()]
 
 
-def test_a_folder_is_its_files(tmp_path: Path) -> None:
+def test_folder_stands_for_its_files(tmp_path: Path) -> None:
     root = folder_of(tmp_path / "texts")
     assert texts(DataSection(text=str(root))) == ["a.md", "b.txt", "deep/c", "deep/d.TXT.gz"]
     assert texts(DataSection(text=[str(root / "b.txt"), str(root)])) == ["b.txt", "a.md", "deep/c", "deep/d.TXT.gz"]

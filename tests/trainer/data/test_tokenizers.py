@@ -208,7 +208,7 @@ def test_missing_special_tokens_are_named(tmp_path: Path) -> None:
         tokenizer.require("masked-lm", "pad", "mask", "cls")
 
 
-def test_tokenizers_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_unreadable_tokenizers_raise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: byte \(did you mean 'bytes'\?\)"):
         load_tokenizer("byte")
     with pytest.raises(UserError, match="cannot load a tokenizer from"):

@@ -69,7 +69,7 @@ def test_every_preset_names_a_task() -> None:
         assert default_task(ModelSection(preset=name)) == preset.task
 
 
-def test_same_seed_same_weights_whatever_ran_before() -> None:
+def test_same_seed_gives_same_weights_after_other_runs() -> None:
     first = make({"preset": "llama-1m", "overrides": TINY_LLAMA})
     torch.rand(5)
     before = torch.get_rng_state()
@@ -105,7 +105,7 @@ def test_length_is_checked_against_the_positions() -> None:
 @pytest.mark.parametrize(
     "model_type", ["roberta", "roberta-prelayernorm", "data2vec-text", "camembert", "esm", "bert", "opt"]
 )
-def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_type: str) -> None:
+def test_longest_accepted_sequence_works(tmp_path: Path, model_type: str) -> None:
     keys = {**TINY, "vocab_size": 300, "max_position_embeddings": 20, "ffn_dim": 32, "word_embed_proj_dim": 32}
     keys |= {"pad_token_id": 1, "mask_token_id": 4} if model_type == "esm" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **keys}))
@@ -118,7 +118,7 @@ def test_the_longest_sequence_that_is_let_through_works(tmp_path: Path, model_ty
 
 
 @pytest.mark.parametrize("model_type", ["rembert", "roformer", "xlm"])
-def test_a_model_that_sees_ahead_is_no_causal_model(tmp_path: Path, model_type: str) -> None:
+def test_bidirectional_model_is_refused_as_causal_lm(tmp_path: Path, model_type: str) -> None:
     """The configurations of these models do not say that they are not causal; their outputs show it."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     sizes = (
@@ -133,7 +133,7 @@ def test_a_model_that_sees_ahead_is_no_causal_model(tmp_path: Path, model_type: 
 
 
 @pytest.mark.parametrize(("model_type", "mixes"), [("llama", False), ("gpt2", False), ("opt", True)])
-def test_which_models_keep_documents_apart(tmp_path: Path, model_type: str, mixes: bool) -> None:
+def test_models_with_document_masks(tmp_path: Path, model_type: str, mixes: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     sizes = (
         {"n_layer": 1, "n_embd": 32, "n_head": 2}
@@ -145,7 +145,7 @@ def test_which_models_keep_documents_apart(tmp_path: Path, model_type: str, mixe
     assert mixes_documents(model) == mixes
 
 
-def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder() -> None:
+def test_encoder_needs_is_decoder_for_causal_lm() -> None:
     encoder = {"preset": "bert-6-encoder", "overrides": {**TINY, "is_decoder": False}}
     with pytest.raises(UserError, match="sees the tokens that it is to predict"):
         make(encoder)
@@ -156,7 +156,7 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder() -> None:
     assert torch.equal(decoder(ids).logits[0, :-1], decoder(changed).logits[0, :-1])
 
 
-def test_a_model_without_sdpa_says_what_to_set(tmp_path: Path) -> None:
+def test_model_without_sdpa_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet", **TINY}))
     with pytest.raises(UserError, match=r"model\.attention: mpnet has no sdpa; set eager"):
         make({"hf": str(tmp_path)}, "masked-lm", device="meta")
@@ -201,7 +201,7 @@ def test_pretrained_weights_are_read_and_can_be_left(folder: Path) -> None:
     assert torch.equal(from_file.transformer.wte.weight, fresh.transformer.wte.weight)
 
 
-def test_a_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The classifier's pooler is new, because masked-LM models have none."""
     config = transformers.BertConfig(**TINY, vocab_size=300)
     trained = transformers.BertForMaskedLM(config)
@@ -216,7 +216,7 @@ def test_a_masked_lm_becomes_a_classifier(tmp_path: Path, caplog: pytest.LogCapt
     assert "not taken: cls.predictions.bias" in caplog.text
 
 
-def test_weights_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     transformers.BertForMaskedLM(transformers.BertConfig(**TINY, vocab_size=300)).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         make({"hf": str(tmp_path), "overrides": {"num_hidden_layers": 1}}, "masked-lm")
@@ -224,7 +224,7 @@ def test_weights_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCap
     assert "12 more" in caplog.text
 
 
-def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_head_warns_and_lost_backbone_raises(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         make({"hf": str(folder)}, "classification", config_overrides={"num_labels": 3, "pad_token_id": 0})
     assert "new weights" in caplog.text
@@ -235,7 +235,7 @@ def test_a_new_head_is_a_warning_and_a_lost_backbone_an_error(folder: Path, capl
         make({"hf": str(folder), "overrides": {"n_embd": 64}})
 
 
-def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> None:
+def test_t5_folder_names_its_task_and_needs_weights(tmp_path: Path) -> None:
     """T5 has no submodule named after its base model, so any missing weight belongs to the backbone."""
     small = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 300}
     trained = transformers.T5ForConditionalGeneration(transformers.T5Config(**small, decoder_start_token_id=0))
@@ -254,7 +254,7 @@ def test_a_t5_folder_names_its_task_and_cannot_lack_weights(tmp_path: Path) -> N
     ("own", "section", "start"),
     [(2, {}, 2), (None, {}, 1), (2, {"pretrained": False}, 1), (2, {"overrides": {"decoder_start_token_id": 5}}, 5)],
 )
-def test_a_decoder_starts_with_what_it_is_trained_with(
+def test_decoder_starts_with_the_trained_start_token(
     tmp_path: Path, own: int | None, section: dict[str, Any], start: int
 ) -> None:
     """In training and in the export: the folder's own token if its weights are loaded, else the data's."""
@@ -274,7 +274,7 @@ def test_a_decoder_starts_with_what_it_is_trained_with(
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "opt", "mistral"])
 @pytest.mark.parametrize(("end", "is_learned"), [(7, True), ([9, 7], True), (9, False)])
-def test_a_padding_that_ends_texts_is_learned(
+def test_padding_equal_to_eos_is_learned(
     tmp_path: Path, model_type: str, end: int | list[int], is_learned: bool
 ) -> None:
     keys = {**TINY_LLAMA, "head_dim": 16, "ffn_dim": 32, "word_embed_proj_dim": 32, "vocab_size": 300}
@@ -296,7 +296,7 @@ def test_a_padding_that_ends_texts_is_learned(
     assert (again.get_input_embeddings().padding_idx is None) == is_learned
 
 
-def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
+def test_missing_files_in_a_folder(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"there is no .*config.json"):
         make({"hf": str(tmp_path / "nothing")})
     (tmp_path / "config.json").write_text("{")
@@ -323,7 +323,7 @@ def test_what_a_folder_can_lack(tmp_path: Path, folder: Path) -> None:
         default_task(ModelSection(hf=str(folder)))
 
 
-def test_code_beside_a_model_is_never_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_in_a_model_folder_is_never_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "evil.py").write_text(f"open({str(folder / 'harmed')!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}

@@ -110,7 +110,7 @@ def test_flops_are_those_of_the_flop_counter(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TRACED)
-def test_a_trace_sees_every_product(case: str) -> None:
+def test_trace_counts_every_product(case: str) -> None:
     model = build(case)
     ids = torch.randint(3, 64, (3, 10))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -119,7 +119,7 @@ def test_a_trace_sees_every_product(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5"])
-def test_what_a_checkpoint_computes_again_is_seen(case: str) -> None:
+def test_recomputed_activations_are_traced(case: str) -> None:
     totals = []
     ids = torch.randint(3, 64, (3, 10))
     for checkpointing in (False, True):
@@ -152,7 +152,7 @@ def test_experts_are_traced(case: str, checkpointing: bool) -> None:
     assert trace.recomputed_flops == counter.get_total_flops() - (1 + BACKWARD) * forward
 
 
-def test_flops_that_are_not_known_are_not_guessed() -> None:
+def test_unknown_flops_are_none() -> None:
     keys = {**LLAMA_LIKE, "num_local_experts": 2, "num_experts_per_tok": 1}
     with torch.device("meta"):
         experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**keys))
@@ -160,7 +160,7 @@ def test_flops_that_are_not_known_are_not_guessed() -> None:
     assert forward_flops(build("t5", "meta"), sequences=1, seq_len=4) is None
 
 
-def test_a_module_that_states_its_cost_is_believed() -> None:
+def test_module_with_stated_flops_is_counted() -> None:
     class Cheap(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -260,7 +260,7 @@ def test_tracing_leaves_nothing_behind() -> None:
     assert gone() is None
 
 
-def test_what_depends_on_values_cannot_be_traced() -> None:
+def test_data_dependent_model_cannot_be_traced() -> None:
     def loss(model: Any) -> torch.Tensor:
         logits = model(input_ids=torch.zeros((1, 4), dtype=torch.long)).logits
         return logits.sum() if logits.max() > 0 else logits.mean()

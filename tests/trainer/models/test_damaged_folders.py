@@ -143,7 +143,7 @@ def test_byte_order_marks_are_left_out(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_the_command_line_says_it_in_one_line(
+def test_command_line_reports_damage_in_one_line(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("config.json", "tokenizer.json"):
@@ -172,7 +172,7 @@ def test_commands_on_a_model_folder_ask_for_the_run(
     "name",
     ["quantized.safetensors", "quantized.json", "model-00001-of-00002.safetensors", "tf_model.h5", "pytorch_model.bin"],
 )
-def test_weights_in_another_form_are_not_passed_over(name: str, folder: Path, tmp_path: Path) -> None:
+def test_weights_in_other_formats_are_not_ignored(name: str, folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "model.safetensors").rename(copy / name)
     with pytest.raises(UserError, match=r"holds (packed )?weights.*model\.pretrained: false"):

@@ -58,7 +58,7 @@ def test_forward_is_the_formula(numeric: int, sizes: list[int]) -> None:
     torch.testing.assert_close(model(numeric=x, categorical=ids).logits, want)
 
 
-def test_weights_begin_as_those_of_the_paper() -> None:
+def test_initial_weights_follow_the_paper() -> None:
     torch.manual_seed(0)
     model = DLRM(DLRMConfig(num_numeric=40, table_sizes=[3000, 50], embedding_dim=64, bottom_mlp=[500], top_mlp=[400]))
     for table in model.tables:
@@ -73,7 +73,7 @@ def test_weights_begin_as_those_of_the_paper() -> None:
     assert model.bottom[0].bias.std().item() == pytest.approx(sqrt(1 / 500), rel=0.07)
 
 
-def test_its_layers_are_plain_and_its_parameters_have_roles() -> None:
+def test_layers_are_plain_and_parameters_have_roles() -> None:
     model = DLRM(DLRMConfig(num_numeric=2, table_sizes=[9, 8], **SHAPE))
     kinds = {type(module) for module in model.modules() if next(module.parameters(recurse=False), None) is not None}
     assert kinds == {nn.Linear, nn.EmbeddingBag}
@@ -83,7 +83,7 @@ def test_its_layers_are_plain_and_its_parameters_have_roles() -> None:
     assert roles["top.0.bias"] == "vector"
 
 
-def test_a_saved_model_is_loaded_with_the_same_logits(tmp_path: Path) -> None:
+def test_saved_model_loads_with_the_same_logits(tmp_path: Path) -> None:
     register()
     config = DLRMConfig(num_numeric=2, table_sizes=[9, 8], **SHAPE)
     model = transformers.AutoModel.from_config(config).eval()
@@ -110,7 +110,7 @@ def built(section: dict[str, Any], **of_the_data: Any) -> Any:
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_it_is_loaded_as_the_class_that_was_saved(tmp_path: Path, rank: int | None) -> None:
+def test_load_returns_the_saved_class(tmp_path: Path, rank: int | None) -> None:
     model = DLRM(DLRMConfig(num_numeric=4, table_sizes=[1000, 2000], embedding_dim=16, bottom_mlp=[64], top_mlp=[64]))
     if rank is not None:
         sc.tensorize(model, rank)
@@ -121,7 +121,7 @@ def test_it_is_loaded_as_the_class_that_was_saved(tmp_path: Path, rank: int | No
     torch.testing.assert_close(loaded(numeric, ids).logits, model.eval()(numeric, ids).logits)
 
 
-def test_the_preset_takes_its_tables_from_the_data() -> None:
+def test_preset_takes_its_tables_from_the_data() -> None:
     model = built({"preset": "dlrm", "overrides": SHAPE}, num_numeric=2, table_sizes=[30, 20])
     assert [table.num_embeddings for table in model.tables] == [30, 20]
     assert model.training
@@ -144,14 +144,14 @@ def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
         built({"preset": "dlrm", "overrides": overrides}, num_numeric=2, table_sizes=[30, 20])
 
 
-def test_something_has_to_interact() -> None:
+def test_dlrm_needs_two_inputs_to_interact() -> None:
     with pytest.raises(ValueError, match="needs numeric features and a table, or two tables"):
         DLRMConfig(num_numeric=0, table_sizes=[5])
     with pytest.raises(UserError, match="needs numeric features and a table"):
         built({"preset": "dlrm"}, num_numeric=0, table_sizes=[5])
 
 
-def test_labels_give_the_loss_and_features_that_do_not_fit_are_refused() -> None:
+def test_labels_give_the_loss_and_wrong_features_are_refused() -> None:
     torch.manual_seed(0)
     model = DLRM(DLRMConfig(num_numeric=3, table_sizes=[10, 7], **SHAPE))
     x, ids, labels = torch.randn(4, 3), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([0, 1, 1, 0])

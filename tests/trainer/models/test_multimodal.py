@@ -100,7 +100,7 @@ def test_multimodal_decoders_train_on_text_and_export_whole(architecture: str, t
         assert model(input_ids=ids).logits.shape == (1, 20, 320)
 
 
-def test_multimodal_configurations_without_an_architecture_are_decoders(tmp_path: Path) -> None:
+def test_multimodal_configuration_without_architecture_is_a_decoder(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "Gemma3ForConditionalGeneration", architectures=None)
     assert default_task(ModelSection(hf=str(folder))) == "causal-lm"
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -121,7 +121,7 @@ def test_encoder_decoders_stay_seq2seq(model_type: str, architecture: str, tmp_p
     assert default_task(ModelSection(hf=str(tmp_path))) == "seq2seq"
 
 
-def test_the_text_part_is_checked_and_overridden_key_by_key(tmp_path: Path) -> None:
+def test_text_config_is_checked_and_overridden_by_key(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "LlavaForConditionalGeneration")
 
     def make(overrides: dict[str, Any], vocab_size: int = 261, seq_len: int = 64) -> Any:

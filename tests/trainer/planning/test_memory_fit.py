@@ -59,7 +59,7 @@ def test_largest_micro_batch_fits_and_the_next_does_not(
     assert peak(largest) <= limit < peak(largest + 1)
 
 
-def test_a_micro_batch_of_one_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_of_one_exceeding_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(batch_recipe(tmp_path))
     planned = sc.plan(recipe)
     small = sc.plan(recipe, settings=["train.micro_batch_size=1"])
@@ -70,7 +70,7 @@ def test_a_micro_batch_of_one_that_does_not_fit(tmp_path: Path, monkeypatch: pyt
     assert "activation_checkpointing" in str(found)
 
 
-def test_memory_that_others_use_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_used_by_others_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(tiny_recipe(tmp_path))
     planned = sc.plan(recipe)
     assert planned.peak_memory_bytes is not None
@@ -114,7 +114,7 @@ def test_plan_for_a_gpu_without_one(compute: str, tmp_path: Path, capsys: pytest
     assert planned["machine"]["fits"] is None
 
 
-def test_train_refuses_what_certainly_does_not_fit_before_it_reads_data(
+def test_train_refuses_impossible_memory_before_reading_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_recipe(tmp_path)
@@ -133,7 +133,7 @@ def test_train_refuses_what_certainly_does_not_fit_before_it_reads_data(
     assert json.loads(capsys.readouterr().out)["machine"]["fits"] is False
 
 
-def test_train_warns_of_what_may_not_fit_and_goes_on(
+def test_train_warns_about_tight_memory_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = tiny_recipe(tmp_path, train={"steps": 1, "batch_size": 64}, data={"seq_len": 128})
@@ -218,6 +218,6 @@ def test_memory_of_a_container_is_its_limit(case: str, tmp_path: Path) -> None:
     assert found == MachineMemory("this machine", total << 10, available << 10, 512 << 10)
 
 
-def test_memory_that_the_system_does_not_tell(tmp_path: Path) -> None:
+def test_unknown_system_memory(tmp_path: Path) -> None:
     assert host_memory(tmp_path) is None
     assert host_memory(machine_files(tmp_path, {"proc/meminfo": "nothing\n"})) is None

@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("optim", ["adamw", "came", "adafactor", "sgd", "muon"])
-def test_plan_is_exact_where_it_can_be(tmp_path: Path, optim: str) -> None:
+def test_plan_is_exact_for_parameters_and_state(tmp_path: Path, optim: str) -> None:
     recipe = tiny_recipe(tmp_path, optim={"name": optim}, train={"steps": 2})
     planned = sc.plan(recipe)
     measured = sc.train(recipe, run_dir=tmp_path / "run").metrics
@@ -103,7 +103,7 @@ def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> Non
     assert halves.flops_per_step == whole.flops_per_step
 
 
-def test_what_is_computed_again_is_counted(tmp_path: Path) -> None:
+def test_recomputed_flops_are_counted(tmp_path: Path) -> None:
     """Recomputed: all but the output layer and, if its result is not needed, the last product of each layer."""
     recipe = tiny_recipe(tmp_path)
     whole = sc.plan(recipe)
@@ -124,7 +124,7 @@ def test_processes_share_the_batch_and_send_gradients(tmp_path: Path) -> None:
         sc.plan(recipe, world_size=3)
 
 
-def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> None:
+def test_existing_gradients_are_counted(tmp_path: Path) -> None:
     """From earlier micro-batches or in the buckets of an exchange: one more copy exists while activations are freed."""
     recipe = tiny_recipe(tmp_path, model={"overrides": {}}, train={"batch_size": 8})
     alone = sc.plan(recipe, settings=["train.batch_size=2"])
@@ -141,7 +141,7 @@ def test_gradients_that_are_there_before_a_pass_are_counted(tmp_path: Path) -> N
     assert working(cut) - working(alone) > alone.gradient_bytes / 2
 
 
-def test_released_gradients_are_not_held(tmp_path: Path) -> None:
+def test_released_gradients_need_no_memory(tmp_path: Path) -> None:
     """With one sequence, weights dominate activations; several micro-batches accumulate into kept gradients."""
     recipe = tiny_recipe(
         tmp_path, model={"overrides": {}}, optim={"name": "came"}, train={"batch_size": 2, "clip": None}
@@ -160,14 +160,14 @@ def test_released_gradients_are_not_held(tmp_path: Path) -> None:
     assert sc.plan(recipe, world_size=2).gradient_bytes == kept.gradient_bytes
 
 
-def test_a_document_mask_takes_memory(tmp_path: Path) -> None:
+def test_document_mask_takes_memory(tmp_path: Path) -> None:
     """A mask with 256 x 256 elements for each sequence; none without documents, which fake tensors cannot search."""
     recipe = tiny_recipe(tmp_path, data={"seq_len": 256}, train={"batch_size": 2})
     without, with_mask = sc.plan(recipe), sc.plan(recipe, settings=["data.document_mask=true"])
     assert with_mask.activation_bytes - without.activation_bytes >= 2 * 256 * 256
 
 
-def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path: Path) -> None:
+def test_untraceable_model_is_planned_with_notes(tmp_path: Path) -> None:
     """A loop over experts depends on values; the rest of the plan is complete, and the run continues."""
     config = {
         "model_type": "mixtral",
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_traced_is_planned_as_far_as_it_is_known(tmp_path
         ),
     ],
 )
-def test_settings_have_a_meaning_for_the_task_that_a_folder_tells(
+def test_settings_are_checked_for_the_task_of_a_folder(
     tmp_path: Path, config: dict[str, Any], data: dict[str, Any], train: dict[str, Any], paths: set[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -219,7 +219,7 @@ def test_settings_have_a_meaning_for_the_task_that_a_folder_tells(
         assert {fault.path for fault in caught.value.faults} == paths
 
 
-def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
+def test_unknown_costs_are_noted(tmp_path: Path) -> None:
     data = {"text": None, "document_separator": None, "csv": "x.csv", "fields": {"text": "a", "label": "b"}}
     recipe = tiny_recipe(
         tmp_path,
@@ -229,7 +229,7 @@ def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
     assert any("number of labels is not known" in note for note in sc.plan(recipe).notes)
 
 
-def test_ids_that_only_the_files_know_are_noted(tmp_path: Path) -> None:
+def test_ids_known_only_from_files_are_noted(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     recipe["data"] = {"bin": str(tmp_path / "ids.bin"), "seq_len": 32}  # not read, so it need not exist
     assert any("one more than the largest in its files" in note for note in sc.plan(recipe).notes)

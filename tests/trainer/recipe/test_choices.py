@@ -23,7 +23,7 @@ from scantling.trainer.tasks import TASKS
         (schema.TensorSection, "unit", tensor_options.Unit),
     ],
 )
-def test_the_recipe_takes_what_the_part_takes(section: type[BaseModel], key: str, choices: Any) -> None:
+def test_recipe_accepts_the_options_of_each_method(section: type[BaseModel], key: str, choices: Any) -> None:
     assert get_args(section.model_fields[key].annotation) == get_args(choices)
 
 
@@ -35,7 +35,7 @@ def test_comm_section_has_every_option_of_the_exchange() -> None:
     }
 
 
-def test_tasks_and_devices_are_those_that_there_are() -> None:
+def test_task_and_device_names_match_the_schema() -> None:
     choices: Any = schema.ModelSection.model_fields["task"].annotation
     named = [name for part in get_args(choices) for name in get_args(part)]
     assert sorted(named) == sorted(TASKS) == sorted(schema.TASKS)

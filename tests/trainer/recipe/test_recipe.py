@@ -33,7 +33,7 @@ def faults(content: dict[str, Any]) -> dict[str, str]:
     return {fault.path: str(fault) for fault in caught.value.faults}
 
 
-def test_defaults_mean_what_everybody_does() -> None:
+def test_defaults_are_plain_dense_training() -> None:
     recipe = load_recipe(MINIMAL)
     assert recipe.optim.name == "adamw"
     assert recipe.comm.name == "allreduce"
@@ -135,7 +135,7 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
         {"data": {"corpus": None, "text": "a.txt", "validation": "b.txt", "heldout": 0}, "train": {"eval_every": 5}},
     ],
 )
-def test_combinations_that_are_just_possible(sections: dict[str, Any]) -> None:
+def test_boundary_combinations_are_accepted(sections: dict[str, Any]) -> None:
     load_recipe(changed(**sections))
 
 
@@ -231,7 +231,7 @@ def test_images_belong_to_their_task(tmp_path: Path) -> None:
     assert load_recipe(path).data == digits.data
 
 
-def test_click_logs_belong_to_their_task(tmp_path: Path) -> None:
+def test_click_logs_need_the_clicks_task(tmp_path: Path) -> None:
     found = faults({**CLICKS, "model": {"preset": "llama-1m"}})
     assert "belongs to clicks" in found["data.clicks"]
     assert "data.criteo" in faults(changed(data={"corpus": None, "criteo": "train.txt"}))
@@ -255,7 +255,7 @@ def test_one_fault_is_reported_once() -> None:
     assert list(faults({**MINIMAL, "name": "../up"})) == ["name"]
 
 
-def test_a_glob_needs_no_quotes() -> None:
+def test_glob_needs_no_quotes() -> None:
     recipe = load_recipe(MINIMAL, ["data.corpus=null", "data.text=*.txt"])
     assert str(recipe.data.text).endswith("/*.txt")
 
@@ -292,7 +292,7 @@ def test_overrides_are_yaml_values_and_create_sections() -> None:
         ("~", None),
     ],
 )
-def test_values_that_yaml_would_read_as_others(tmp_path: Path, text: str, value: Any) -> None:
+def test_ambiguous_yaml_values_are_quoted(tmp_path: Path, text: str, value: Any) -> None:
     content: dict[str, Any] = {}
     apply_override(content, f"a={text}")
     assert content == {"a": value}
@@ -340,7 +340,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert recipe.data.text == [str(tmp_path / "books/*.txt"), str(tmp_path / "b.txt")]
 
 
-def test_a_pattern_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glob_in_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "[p]" / "data"
     folder.mkdir(parents=True)
     for name in ("a.txt", "b[1].txt"):

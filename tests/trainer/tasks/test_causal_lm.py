@@ -103,7 +103,7 @@ def test_loss_is_the_sum_in_fp32_with_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_documents_do_not_see_their_neighbours(attention: str) -> None:
+def test_documents_do_not_attend_to_neighbors(attention: str) -> None:
     """Logits of the second document equal those of the document alone, whatever precedes it."""
     net = model(attention=attention).eval()
     document = [EOS, *b"the second one"]
@@ -197,7 +197,7 @@ def test_bin_files(tmp_path: Path) -> None:
     assert set(task.metrics(held_out(task, data, model()), data)) == {"eval_loss", "perplexity"}
 
 
-def test_bin_files_of_huge_ids_ask_for_their_tokenizer(tmp_path: Path) -> None:
+def test_bin_files_with_huge_ids_need_their_tokenizer(tmp_path: Path) -> None:
     ids = np.tile(np.array([5, 6, EOS, 7]), 250).astype("<u4")
     ids[77] = 2**31 - 1
     ids.tofile(tmp_path / "a.bin")

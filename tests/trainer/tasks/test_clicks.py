@@ -47,7 +47,7 @@ def test_metrics_have_their_definitions() -> None:
     assert TASK.output_metrics({"scores": np.zeros(3), "labels": np.ones(3)}) == {}
 
 
-def test_batches_hold_the_rows_they_are_asked_for(tmp_path: Path) -> None:
+def test_batches_hold_the_requested_rows(tmp_path: Path) -> None:
     rows = click_rows(4000)
     later = write_csv(tmp_path / "later.csv", click_rows(50, seed=3))
     data = prepared(tmp_path, validation=str(later), heldout=0)
@@ -93,7 +93,7 @@ def test_baselines_are_those_of_the_share_of_clicks(tmp_path: Path) -> None:
     assert TASK.baselines(prepared(tmp_path, heldout=0)) == {}
 
 
-def test_what_is_known_before_the_data_is_read(tmp_path: Path) -> None:
+def test_plan_before_the_data_is_read(tmp_path: Path) -> None:
     section = DataSection(**clicks_recipe(tmp_path)["data"])
     notes: list[str] = []
     assert TASK.planned_overrides(section, notes) == {"num_numeric": 2, "table_sizes": [50, 1000]}

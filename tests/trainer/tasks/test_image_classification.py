@@ -57,7 +57,7 @@ def test_shifts_are_all_equally_likely_and_of_the_epoch() -> None:
     assert np.array_equal(batches.changed(EVALUATION, 0, pixels), pixels)
 
 
-def test_what_comes_in_is_black_and_half_is_mirrored() -> None:
+def test_shifted_in_pixels_are_black_and_half_are_mirrored() -> None:
     pixels = np.full((3, 4, 4), 200, dtype=np.uint8)
     changed = [PixelBatches(1, False, 0).changed(0, index, pixels) for index in range(50)]
     assert {int((moved == 200).sum()) for moved in changed} == {3 * 16, 3 * 12, 3 * 9}
@@ -116,7 +116,7 @@ def test_class_means_of_few_pixels_at_a_time(tmp_path: Path, most: int | None, m
     assert figures["majority_accuracy"] == np.mean(np.array(labels) == np.bincount(data.train.labels).argmax())
 
 
-def test_the_configuration_comes_from_the_data(tmp_path: Path) -> None:
+def test_configuration_comes_from_the_data(tmp_path: Path) -> None:
     found = TASK.config_overrides(prepared(tmp_path))
     assert (found["num_channels"], found["image_size"], found["num_labels"]) == (1, 8, 3)
     assert found["id2label"] == {0: "left", 1: "right", 2: "top"}

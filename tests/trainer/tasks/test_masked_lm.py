@@ -65,7 +65,7 @@ def test_shares_are_80_10_10() -> None:
     assert np.bincount(random, minlength=256).max() < 70  # mean 30
 
 
-def test_batch_is_padded_only_where_it_must_be() -> None:
+def test_batch_is_padded_to_its_longest_text() -> None:
     full = collate()([(0, 0, np.arange(8)), (0, 1, np.arange(8))])
     assert list(full.inputs) == ["input_ids"]
     ragged = collate()([(0, 0, np.arange(8)), (0, 1, np.arange(3))])

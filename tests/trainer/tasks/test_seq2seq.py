@@ -98,7 +98,7 @@ def test_spans_of_a_stream_are_hidden(tmp_path: Path) -> None:
     assert task.config_overrides(data) == {f"{role}_token_id": id_ for role, id_ in ids.items()}
 
 
-def test_the_held_out_stream_is_covered(tmp_path: Path) -> None:
+def test_held_out_stream_is_covered(tmp_path: Path) -> None:
     data = Seq2Seq().prepare(DataSection(text=texts(tmp_path), seq_len=64, heldout=0.1), seed=0)
     assert data.heldout is not None
     tokens = 0
@@ -162,7 +162,7 @@ def test_padding_changes_no_loss(tmp_path: Path) -> None:
     assert loss_of(batch)[0] == pytest.approx(together, rel=1e-5)
 
 
-def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+def test_loss_matches_transformers(tmp_path: Path) -> None:
     data = Seq2Seq().prepare(DataSection(text=texts(tmp_path), seq_len=64, heldout=0.1), seed=0)
     batch = data.collate([(0, index, data.train[index]) for index in range(3)])
     loss, net = loss_of(batch)
@@ -179,7 +179,7 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
         ({"fields": {"label": "x"}}, r"data\.fields\.label: has no meaning"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_impossible_lengths_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Seq2Seq().prepare(DataSection(text=texts(tmp_path), heldout=0.1, **keys), seed=0)
 
@@ -200,7 +200,7 @@ def t5_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return {**recipe, "model": {"preset": "t5-small", "overrides": TINY_T5}}
 
 
-def test_a_t5_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_t5_from_recipe_to_exported_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = t5_recipe(tmp_path)
     recipe["optim"] = {"name": "came", "momentum": "int8", "debias": True, "lr": 0.01, "embedding_lr_scale": 10}
     planned = sc.plan(recipe)
@@ -251,7 +251,7 @@ def test_resume_is_bitwise(tmp_path: Path, kind: str) -> None:
         ({"labels": ["a", "b"]}, "data.labels", "no meaning for the task 'seq2seq'"),
     ],
 )
-def test_a_recipe_says_what_has_no_meaning(tmp_path: Path, data: dict[str, Any], path: str, message: str) -> None:
+def test_recipe_reports_settings_without_effect(tmp_path: Path, data: dict[str, Any], path: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         sc.plan(t5_recipe(tmp_path, data=data))
     assert path in str(caught.value)

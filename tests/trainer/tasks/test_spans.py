@@ -47,7 +47,7 @@ def test_input_and_target_give_the_text_back(
     assert hidden == max(1, min(round(len(tokens) * share), len(tokens) - 1))
 
 
-def test_share_and_span_length_are_those_asked_for() -> None:
+def test_share_and_span_length_match_the_settings() -> None:
     """T5's values: of 568 tokens, 512 remain; one place is reserved for the end token that its tokenizer adds."""
     spans = Spans(0.15, 3.0)
     assert spans.window(511, 10**6) == 568
@@ -71,7 +71,7 @@ def test_share_and_span_length_are_those_asked_for() -> None:
     assert covered[-1] == 400
 
 
-def test_nothing_but_the_key_decides() -> None:
+def test_entry_depends_on_its_key_only() -> None:
     spans, window = Spans(0.15, 3.0), np.arange(200)
     keys = [(seed, epoch, index) for seed in (0, 1) for epoch in (-1, 0, 1) for index in (0, 1)]
     seen = {tuple(spans.corrupt(window, SENTINELS, END, key=key)[0].tolist()) for key in keys}
@@ -82,7 +82,7 @@ def test_nothing_but_the_key_decides() -> None:
 
 @pytest.mark.parametrize("target_len", [8, 40, 1000])
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 0.999999])
-def test_a_window_fills_input_or_target(share: float, target_len: int) -> None:
+def test_window_fills_input_or_target(share: float, target_len: int) -> None:
     spans = Spans(share, 3.0)
     length = spans.window(100, target_len)
     inputs, targets = spans.lengths(length)

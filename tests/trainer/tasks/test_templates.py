@@ -46,7 +46,7 @@ def stream(data: TaskData) -> list[int]:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_causal_streams_are_the_texts_as_the_tokenizer_gives_them(family: str, tmp_path: Path) -> None:
+def test_causal_streams_equal_the_tokenizer(family: str, tmp_path: Path) -> None:
     data, theirs = prepared("causal-lm", tmp_path, family, seq_len=16)
     texts = [theirs(text)["input_ids"] for text in TEXTS]
     end = IDS["</s>"]
@@ -57,7 +57,7 @@ def test_causal_streams_are_the_texts_as_the_tokenizer_gives_them(family: str, t
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-eos", "bert", "bart"])
-def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -> None:
+def test_first_token_of_a_document_is_no_target(family: str, tmp_path: Path) -> None:
     data, theirs = prepared("causal-lm", tmp_path, family, seq_len=16)
     begin = theirs("")["input_ids"][0]
     batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
@@ -68,7 +68,7 @@ def test_the_beginning_of_a_document_is_no_target(family: str, tmp_path: Path) -
     assert batch.num_tokens == batch.labels.numel()
 
 
-def test_a_beginning_that_is_end_of_text_ends_the_document_before(tmp_path: Path) -> None:
+def test_bos_equal_to_eos_ends_the_previous_document(tmp_path: Path) -> None:
     """OPT's tokenizer puts its end-of-text token before a text."""
     data, _ = prepared("causal-lm", tmp_path, "llama", seq_len=16, names={"bos_token": None, "eos_token": "<s>"})
     batch = data.collate([(0, index, data.train[index]) for index in range(len(data.train))])
@@ -97,7 +97,7 @@ def llama(folder: Path, seed: int = 0, **ids: Any) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_the_loss_of_documents_is_that_of_the_texts_one_by_one(family: str, tmp_path: Path) -> None:
+def test_loss_of_packed_documents_equals_separate_texts(family: str, tmp_path: Path) -> None:
     """`scantling eval` of unchanged pretrained weights agrees with transformers and its tokenizer."""
     tokenizer = made_tokenizer(tmp_path / "tokenizer", family)
     model = llama(tmp_path / "model")
@@ -134,7 +134,7 @@ def test_the_loss_of_documents_is_that_of_the_texts_one_by_one(family: str, tmp_
 
 @pytest.mark.parametrize("family", ["bert", "bart", "llama", "t5"])
 @pytest.mark.parametrize("task", ["masked-lm", "seq2seq"])
-def test_a_window_of_one_document_is_what_the_tokenizer_gives(task: str, family: str, tmp_path: Path) -> None:
+def test_window_of_one_document_equals_the_tokenizer(task: str, family: str, tmp_path: Path) -> None:
     names = {"mask_token": "<mask>", "pad_token": "<pad>", "eos_token": "</s>"}
     text = "one document that fills a window and a little more of the next " * 3
     data, theirs = prepared(task, tmp_path, family, texts=[text], names=names, seq_len=64)
@@ -156,7 +156,7 @@ def test_documents_in_windows_are_kept_apart(family: str, between: str, tmp_path
     assert stream(data) == expected
 
 
-def test_streams_of_another_template_are_made_again(tmp_path: Path) -> None:
+def test_streams_of_another_template_are_rebuilt(tmp_path: Path) -> None:
     """Streams are rebuilt even if ids and fingerprint are equal, as for bytes with and without special tokens."""
     section = DataSection(jsonl=corpus(tmp_path), heldout=0, seq_len=16)
     packed = get_task("causal-lm").prepare(section, seed=0)
@@ -181,7 +181,7 @@ def test_positions_begin_again_with_the_beginning_of_a_document(family: str, tmp
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
-def test_sentences_are_scored_after_what_stands_before_a_document(family: str, tmp_path: Path) -> None:
+def test_sentences_are_scored_after_the_document_prefix(family: str, tmp_path: Path) -> None:
     from scantling.trainer.data.blimp import MinimalPair
 
     model = llama(tmp_path / "model").eval()
@@ -200,7 +200,7 @@ def test_sentences_are_scored_after_what_stands_before_a_document(family: str, t
     assert prefers_good(model, tokenizer, pairs).tolist() == expected
 
 
-def test_a_template_is_found_where_no_letter_is_a_word(tmp_path: Path) -> None:
+def test_template_is_found_without_single_letter_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "word": 2}))
@@ -215,7 +215,7 @@ def test_a_template_is_found_where_no_letter_is_a_word(tmp_path: Path) -> None:
     assert loaded.pair.parts == ((0,), (1,), (1,))
 
 
-def test_our_own_tokenizers_add_what_they_are_saved_with(tmp_path: Path) -> None:
+def test_built_in_tokenizers_add_their_saved_specials(tmp_path: Path) -> None:
     for wrap in (False, True):
         ByteTokenizer(wrap=wrap).save_pretrained(tmp_path / str(wrap))
         loaded = load_tokenizer(str(tmp_path / str(wrap)))
@@ -251,7 +251,7 @@ def test_export_checks_what_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "llama", "llama-eos", "bert", "gpt2"])
-def test_targets_are_what_the_tokenizer_makes_of_them(family: str, tmp_path: Path) -> None:
+def test_targets_equal_the_tokenizer(family: str, tmp_path: Path) -> None:
     """Targets end in end-of-text, even if the tokenizer does not add it, because a decoder has to learn to stop."""
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "answer": text.upper()}) for text in TEXTS))

@@ -252,4 +252,4 @@ def test_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert "\x1b[?25h" in written, "the cursor must come back"
     assert "6/6" in written
     assert "tok/s" in written
-    assert "\x1b[3" in written, "colours"
+    assert "\x1b[3" in written, "colors"

@@ -74,6 +74,7 @@ class BlockGroup:
     def to_blocks(self, tensors: Mapping[int, Tensor]) -> Tensor:
         """Return the coefficients of tensors, given by parameter index: (count, height * width) fp32."""
         device = tensors[self.slots[0].param].device
+        # One buffer for the blocks of all parameters, in fp32 whatever their dtype: (count, height, width)
         blocks = torch.empty(self.count, self.spec.height, self.spec.width, dtype=torch.float32, device=device)
         for slot, part in zip(self.slots, self._split(blocks), strict=True):
             slot.grid.to_blocks(tensors[slot.param], out=part)
@@ -95,12 +96,14 @@ class BlockGroup:
         if index is None:
             yield from self.from_blocks(values)
             return
+        # On a GPU, one kernel scatters, transforms and writes the tensors.
         if values.device.type in triton.DEVICES:
             tensors = {slot.param: values.new_empty(slot.grid.shape) for slot in self.slots}
             if triton.can_add(self, values, list(tensors.values())):
                 triton.add(self, index, values, 1.0, list(tensors.values()), overwrite=True)
                 yield from tensors.items()
                 return
+        # Without a transform, scatter into zeros; no block is built.
         if not self.spec.transformed:
             tensors = {slot.param: values.new_zeros(slot.grid.shape) for slot in self.slots}
             self.add_sparse(index, values, 1.0, to=tensors.__getitem__)
@@ -126,6 +129,7 @@ class BlockGroup:
         k = self.spec.codec.k
         for slot, positions, part in zip(self.slots, self._split(index), self._split(scaled), strict=True):
             tensor, grid = to(slot.param), slot.grid
+            # Flat positions need row-major memory; otherwise add full blocks.
             if not grid.is_row_major(tensor):
                 blocks = self._fill(positions, part).view(-1, self.spec.height, self.spec.width)
                 tensor.add_(grid.from_blocks(blocks))
@@ -142,6 +146,7 @@ class BlockGroup:
         """Return all coefficients of blocks, with zeros for unsent ones: (count, height * width)."""
         blocks = values.new_zeros(len(values), self.spec.codec.size)
         k = self.spec.codec.k
+        # One sender at a time: `TopKCodec.add` needs distinct indices in a row.
         for own, sent in zip(torch.split(index, k, 1), torch.split(values, k, 1), strict=True):
             self.spec.codec.add(own, sent, to=blocks)
         return blocks

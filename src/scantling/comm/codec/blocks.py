@@ -66,6 +66,7 @@ class BlockGrid:
     @cached_property
     def _order(self) -> list[int]:
         named = (*self.view[0], *self.view[1])
+        # Stack dims first, then the dims of rows and of columns
         return [*(dim for dim in range(len(self.shape)) if dim not in named), *named]
 
     @cached_property
@@ -84,8 +85,10 @@ class BlockGrid:
         if self.height == self.width == 1:
             out.view([self.shape[dim] for dim in self._order]).copy_(value.permute(self._order))
             return out
+        # shape -> (stack, rows, cols)
         matrices = value.permute(self._order).reshape(self.stack, self.rows, self.cols)
         if self.is_padded:
+            # `pad` counts from the last dim: left, right, top, bottom.
             padding = (0, self.across * self.width - self.cols, 0, self.down * self.height - self.rows)
             matrices = torch.nn.functional.pad(matrices, padding)
         # (stack, rows, cols) -> (stack, down, across, height, width)
@@ -95,6 +98,7 @@ class BlockGrid:
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
         """Return the tensor of `shape` that has these blocks; padding is dropped."""
+        # Single elements: a view with reordered dims, no copy.
         if self.height == self.width == 1:
             return blocks.view([self.shape[dim] for dim in self._order]).permute(self._inverse)
         # (stack, down, across, height, width) -> (stack, rows, cols), without the padding
@@ -125,6 +129,7 @@ class BlockGrid:
             values = values * ((row < self.rows) & (column < self.cols))
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.cols - 1)
         flat = ((within // self.down) * self.rows + row) * self.cols + column
+        # Only padding shares a position with another element, and adds 0: the order of sums does not matter.
         to.view(-1).scatter_add_(0, flat.flatten(), values.flatten())
 
 

@@ -21,6 +21,7 @@ from scantling.numerics.device import without_autocast
 def basis(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return C, (length, length) with one frequency per row, computed in fp64 and rounded once."""
     i = torch.arange(length, dtype=torch.float64)
+    # angle[u, j] = pi (j + 1/2) u / n
     angle = torch.pi * (i + 0.5) * i[:, None] / max(1, length)
     rows = angle.cos() * (2.0 / max(1, length)) ** 0.5
     rows[:1] = (1.0 / max(1, length)) ** 0.5
@@ -55,6 +56,7 @@ def inverse_sparse(index: Tensor, values: Tensor, height: int, width: int) -> Te
     # sum over k of v_k C_h[u_k]^T C_w[w_k], as one batched product
     columns = down[index // width] * values.unsqueeze(-1)
     with without_autocast(values.device):
+        # (count, height, k) @ (count, k, width) -> (count, height, width)
         return columns.transpose(1, 2) @ across[index % width]
 
 
@@ -66,6 +68,7 @@ def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _multiply(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
     """Return left B right for each block B."""
     out = torch.empty_like(blocks)
+    # Autocast would round the products to 16 bits.
     with without_autocast(blocks.device):
         # Blocks that fit into the cache, so that the first product is still there for the second.
         for part, room in zip(split_for_cache(blocks), split_for_cache(out), strict=True):

@@ -33,6 +33,7 @@ def _corner(table, owners, height: tl.constexpr, width: tl.constexpr):
     block = tl.program_id(0)
     fields = table + tl.load(owners + block) * _WIDTH
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
+    # Block of the parameter -> matrix of the stack, block row, block column
     index = block - tl.load(fields + _FIRST)
     matrix, index = index // (down * across), index % (down * across)
     return fields, matrix, index // across * height, index % across * width
@@ -46,11 +47,13 @@ def _elements(
     """Return the table row, offsets and mask of the block's elements in the tensor, rows and columns."""
     fields, matrix, first_row, first_col = _corner(table, owners, height, width)
     rows, cols = tl.load(fields + _ROWS), tl.load(fields + _COLS)
+    # Let the compiler load four elements at a time.
     if aligned:
         cols = tl.multiple_of(cols, 4)
         first_col = tl.multiple_of(first_col, 4)
     i, j = tl.arange(0, down), tl.max_contiguous(tl.arange(0, across), across)
     row, col = first_row + i, first_col + j
+    # The tile has sides of powers of 2: mask its surplus and the padding at the edges of the matrix.
     inside = ((i < height) & (row < rows))[:, None] & ((j < width) & (col < cols))[None, :]
     return fields, (matrix * rows + row)[:, None] * cols + col[None, :], inside, i, j
 
@@ -77,6 +80,7 @@ def select(
         precision: of products, as of `tl.dot`.
     """
     fields, offset, inside, i, j = _elements(table, owners, height, width, down, across, aligned)
+    # (1) of exchange.py in fp32: M <- g + decay M, which reads zeros in the padding.
     target = pointer(table, fields + _TENSOR, tl.float32, aligned) + offset
     g = tl.load(pointer(table, fields + _GRADIENT, gradient, aligned) + offset, inside, other=0.0).to(tl.float32)
     x = g + decay * tl.load(target, inside, other=0.0)
@@ -97,7 +101,9 @@ def select(
     flat = tl.reshape(key, (down * across,))
     above, equal = (flat > least).to(tl.int32), (flat == least).to(tl.int32)
     chosen = (above == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= k - tl.sum(above, 0)))
+    # Prefix sums keep the order of indices. int64, since blocks * k can exceed 2^31.
     position = tl.program_id(0).to(tl.int64) * k + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    # Indices count in a block of height x width, not in the padded tile.
     within = tl.reshape(i[:, None] * width + j[None, :], (down * across,))
     tl.store(index + position, within.to(tl.int64), chosen)
     tl.store(values + position, tl.reshape(x, (down * across,)), chosen)
@@ -117,6 +123,7 @@ def add_transformed(
     # Scatter the coefficients into a block on chip, then B = C_h^T Q C_w.
     coefficients = tl.zeros((down, across), tl.float32)
     first = tl.program_id(0).to(tl.int64) * count
+    # In order: equal indices of several senders add up to the same bits on all replicas.
     for n in range(count):
         at = tl.load(index + first + n).to(tl.int32)
         here = (i == at // width)[:, None] & (j == at % width)[None, :]
@@ -146,6 +153,8 @@ def add_numbers(
     source = tl.program_id(0).to(tl.int64) * count + first + n
     at = tl.load(index + source, n < k, other=0)
     row, col = first_row + at // width, first_col + at % width
+    # Coefficients in the padding have no element in the matrix.
     there = (n < k) & (row < rows) & (col < cols)
     target = pointer(table, fields + _TENSOR, tl.float32, False) + (matrix * rows + row) * cols + col
+    # No atomics: one program owns a block, and the indices of one sender differ.
     tl.store(target, tl.load(target, there) + scale * tl.load(values + source, there), there)

@@ -45,6 +45,7 @@ class Header:
 
 def pack_message(header: Header, body: Tensor) -> Tensor:
     """Return a message, (`HEADER_BYTES` + n,) uint8, with a body of n bytes."""
+    # Fields have 32 bits: the step wraps around, and receivers compare it modulo 2^32.
     fields = (header.epoch, header.step & 0xFFFFFFFF, header.rank, header.configuration)
     head = _FORMAT.pack(MAGIC, VERSION, int(header.valid), *fields)
     front = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(body.device, non_blocking=True)
@@ -57,6 +58,7 @@ def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tens
     Raises:
         PayloadError: a message is damaged or has another format.
     """
+    # Check lengths first: the slices below assume a full header.
     for sender, message in enumerate(messages):
         if message.numel() < HEADER_BYTES:
             raise PayloadError(f"rank {sender} sent {message.numel()} bytes, less than a header. {_ADVICE}")
@@ -70,6 +72,7 @@ def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tens
     parsed = []
     for sender, row in enumerate(rows):
         magic, version, valid, epoch, step, rank, configuration = _FORMAT.unpack(bytes(row[: _FORMAT.size].tolist()))
+        # Before the checksum: a message of another version should be reported as such.
         if magic != MAGIC or version != VERSION:
             sent = f"{magic!r} of version {version}, not {MAGIC!r} of version {VERSION}"
             raise PayloadError(f"rank {sender} sent {sent}. {_ADVICE}")

@@ -46,12 +46,15 @@ def quantize(value: Tensor, values: Values) -> Tensor:
         return value.to(torch.bfloat16).contiguous().flatten().view(torch.uint8)
     size = value.abs()
     if values == "sign":
+        # Rows of length 0 have no mean or maximum: take their sum, 0.
         scale = (size.mean(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         codes = pack((value > 0).flatten(), 1)  # zeros become -scale
     else:
         quantizer = BlockQuantizer(_BITS[values])
+        # Round the scale before the values: codes must fit the scale that receivers use.
         scale = (size.amax(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         signed = quantizer.encode(value, scale.float()).to(torch.int32)
+        # Packed integers are unsigned: shift codes from [-levels, levels] to [1, 2 levels + 1].
         codes = pack((signed + quantizer.levels + 1).flatten(), _BITS[values])
     return torch.cat([codes, scale.view(torch.uint8)])
 

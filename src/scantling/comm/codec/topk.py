@@ -57,6 +57,7 @@ class TopKCodec:
         """
         if self.is_dense:
             return None, blocks
+        # Elias-Fano coding needs ascending indices.
         index = topk_indices(blocks, self.k).sort(dim=1).values
         return index, blocks.gather(1, index)
 
@@ -107,10 +108,13 @@ def topk_indices(blocks: Tensor, k: int) -> Tensor:
 
 def _topk_by_group(magnitudes: Tensor, k: int) -> Tensor:
     groups, rest = divmod(magnitudes.shape[1], GROUP)
+    # Search all elements if the groups do not divide a block, or if few groups could be left out.
     if magnitudes.device.type != "cpu" or rest or 4 * k > 3 * groups:
         return _topk(magnitudes, k)
+    # Group j has the elements j, j + groups, j + 2 groups, ...: maxima over contiguous rows.
     group = _topk(magnitudes.view(-1, GROUP, groups).amax(1), k)  # (count, k)
     candidates = (group[:, None] + groups * torch.arange(GROUP)[:, None]).flatten(1)  # (count, GROUP * k)
+    # Positions among the candidates -> indices in the block: (count, k)
     return candidates.gather(1, _topk(magnitudes.gather(1, candidates), k))
 
 

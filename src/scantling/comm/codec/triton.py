@@ -51,6 +51,7 @@ def select(block_group: BlockGroup, residuals: Sequence[Tensor], gradients: Sequ
     Returns:
         Index and values, as `TopKCodec.select`.
     """
+    # Import late: the kernels need Triton, which is optional.
     from scantling.comm.codec import kernels
 
     spec, device = block_group.spec, residuals[0].device
@@ -111,6 +112,7 @@ def add(
                 **_shape(block_group),
             )
             return
+        # The kernel below only adds.
         if overwrite:
             foreach_zero_(list(tensors))
         k, size = spec.codec.k, 1 << width_for(spec.codec.k)
@@ -137,11 +139,13 @@ def _make_plan(block_group: BlockGroup, device: torch.device) -> _Plan:
     owners = program_owners([slot.grid.count for slot in block_group.slots], device)
     down = _padded_basis(shape["height"], shape["down"], device)
     across = _padded_basis(shape["width"], shape["across"], device)
+    # A table per kind of launch: each is copied to the device only when its tensors change.
     return _Plan(owners, down, across, DeviceTable(), DeviceTable(), DeviceTable())
 
 
 def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
     basis = dct.basis(side, device, torch.float32)
+    # Zero rows and columns: the padding of a tile adds nothing to its products.
     return torch.nn.functional.pad(basis, (0, room - side, 0, room - side)).contiguous()
 
 
@@ -155,6 +159,7 @@ def _shape(block_group: BlockGroup) -> dict[str, int]:
 def _fields(block_group: BlockGroup, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> np.ndarray[Any, Any]:
     grids = [slot.grid for slot in block_group.slots]
     firsts = list(accumulate((grid.count for grid in grids), initial=0))[:-1]
+    # `add` reads no gradients: their column is 0.
     addresses = [gradient.data_ptr() for gradient in gradients] or [0] * len(grids)
     return np.array(
         [
@@ -180,6 +185,7 @@ def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
 
 def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
     """Return True if four elements can be read at a time."""
+    # Blocks and rows must start at multiples of four elements, tensors at multiples of 16 bytes.
     sides = [block_group.spec.width, *(slot.grid.cols for slot in block_group.slots)]
     return all(side % 4 == 0 for side in sides) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 

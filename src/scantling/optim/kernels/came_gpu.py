@@ -79,6 +79,7 @@ def _tile(table, owners, aligned: tl.constexpr, rows: tl.constexpr, cols: tl.con
     num_rows, num_cols = tl.load(fields + _NUM_ROWS), tl.load(fields + _NUM_COLS)
     down, across = tl.load(fields + _DOWN), tl.load(fields + _ACROSS)
     if aligned:
+        # A hint that lets the compiler load vectors.
         num_cols = tl.multiple_of(num_cols, 16)
     # Number of the tile in its parameter, then in its matrix.
     index = program - tl.load(fields + _FIRST)
@@ -147,6 +148,7 @@ def _read_momentum(
     table, param_idx, matrix, j, row, col, num_rows, num_cols, mask, momentum: tl.constexpr, bytes: tl.constexpr,
     aligned: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
 ):  # fmt: skip
+    # index of each row among all rows of the parameter, (rows,)
     line = matrix * num_rows + row
     index = _elements(matrix, row, col, num_rows, num_cols)
     if momentum == "fp32" or momentum == "bf16":
@@ -156,13 +158,16 @@ def _read_momentum(
     if momentum == "int8":
         code = tl.load(_pointer(table, param_idx, _MOMENTUM, tl.int8, aligned) + index, mask, other=0)
         y = code.to(tl.float32) * (1.0 / 127.0)
+        # The row of a tile is one block of int8: tile j has block j.
         blocks = (num_cols + cols - 1) // cols
         scale = _read_scale(scales, line * blocks + j, row < num_rows, bytes)
         return y / (2.0 - tl.abs(y)) * scale[:, None]
     half: tl.constexpr = cols // 2
     pair_index, pair_mask = _pairs(line, j, row, num_rows, num_cols, aligned, half)
     codes = _pointer(table, param_idx, _MOMENTUM, tl.uint8, aligned)
+    # 136 is two codes of 8, which decode to 0.
     pair = tl.load(codes + pair_index, pair_mask, other=136).to(tl.int32)
+    # bytes (rows, half) -> codes (rows, half, 2) -> blocks (rows, 2, half)
     x = (tl.reshape(tl.join(pair & 15, pair >> 4), (rows, 2, half)) - 8).to(tl.float32) * (1.0 / 7.0)
     scale_index, scale_mask = _two_blocks(line, j, row, num_rows, num_cols, half)
     scale = _read_scale(scales, scale_index, scale_mask, bytes)
@@ -199,6 +204,7 @@ def _write_momentum(
         tl.store(_pointer(table, param_idx, _MOMENTUM, kind, aligned) + index, m.to(kind), mask)
         return
     scales = _pointer(table, param_idx, _SCALE, tl.uint8, False)
+    # Elements outside of the matrix must not raise the scale of a block.
     m = tl.where(mask, m, 0.0)
     if momentum == "int8":
         blocks = (num_cols + cols - 1) // cols
@@ -216,6 +222,7 @@ def _write_momentum(
     x = tl.minimum(tl.maximum(tl.reshape(blocks / scale[:, :, None], (rows, cols)), -1.0), 1.0)
     noise = _random_16(values, param_idx, _SEED0, index).to(tl.float32) * (2.0**-16)
     level = tl.minimum(tl.maximum(tl.floor(noise + x * 7.0) + 8.0, 1.0), 15.0)
+    # levels (rows, cols) -> (rows, half, 2) -> low and high nibbles, (rows, half) each
     low, high = tl.split(tl.reshape(tl.where(mask, level, 8.0).to(tl.int32), (rows, half, 2)))
     pair_index, pair_mask = _pairs(line, j, row, num_rows, num_cols, aligned, half)
     codes = _pointer(table, param_idx, _MOMENTUM, tl.uint8, aligned)
@@ -246,11 +253,13 @@ def _write_weight(
 ):
     if rounding == "compensated":
         bits = _bits(p)
+        # The nearest bf16, and the signed remainder in 8 bits.
         high = (bits + 0x8000) >> 16
         low = tl.minimum((bits - (high << 16) + 0x80) >> 8, 127)
         tl.store(_pointer(table, param_idx, _PARAM, tl.int16, aligned) + index, high.to(tl.int16), mask)
         tl.store(_pointer(table, param_idx, _LOW, tl.int8, aligned) + index, low.to(tl.int8), mask)
     elif rounding == "stochastic":
+        # The carry of 16 random bits rounds up with the probability of the remainder.
         bits = _bits(p).to(tl.uint32, bitcast=True) + _random_16(values, param_idx, _SEED1, index)
         tl.store(_pointer(table, param_idx, _PARAM, tl.uint16, aligned) + index, (bits >> 16).to(tl.uint16), mask)
     else:
@@ -281,6 +290,7 @@ def _whitened(
     lines = _pointer(table, param_idx, _ROW, tl.float32, False) + matrix * num_rows + row
     columns = _pointer(table, param_idx, _COL, tl.float32, False) + matrix * num_cols + col
     mean = tl.load(means + tl.load(table + param_idx * _NUM_FIELDS + _FIRST_MATRIX) + matrix)
+    # `means` holds sqrt(mean(r)), which does not underflow as r / mean(r) could.
     a = tl.rsqrt(tl.load(lines, row < num_rows, other=1.0)) * mean
     b = tl.rsqrt(tl.load(columns, col < num_cols, other=1.0)) * tl.load(values + param_idx * _NUM_VALUES + _SECOND)
     index = _elements(matrix, row, col, num_rows, num_cols)
@@ -340,11 +350,13 @@ def add_sums(
     # Part 0 of each average of this program; the next part is `num_averages` elements on.
     start = parts + tl.load(fields + first_part) + index // num_averages * num_parts * num_averages
     start += index % num_averages
+    # (16 parts, averages) at a time, in a fixed order: atomics would change the bits from run to run.
     sums = tl.zeros((16, size), tl.float32)
     for i in range(0, num_parts, 16):
         mask = (i + part < num_parts)[:, None] & (index < total)[None, :]
         sums += tl.load(start[None, :] + (i + part)[:, None] * num_averages, mask, other=0.0)
     target = _pointer(table, param_idx, field, tl.float32, False) + index
+    # beta avg + (1 - beta) eps
     kept = tl.load(target, index < total, other=0.0) * tl.load(numbers) + tl.load(numbers + 1)
     tl.store(target, kept + tl.sum(sums, 0) * tl.load(numbers + weight), index < total)
 
@@ -411,6 +423,7 @@ def instability_parts(
         m += difference * tl.load(values + param_idx * _NUM_VALUES + _GAIN1)
         index = _elements(matrix, row, col, num_rows, num_cols)
         tl.store(_pointer(table, param_idx, _MOMENTUM, tl.float32, aligned) + index, m, mask)
+    # Elements outside of the matrix must not enter the sums.
     difference = tl.where(mask, difference, 0.0)
     squares = difference * difference
     _add_parts(squares, table, row_parts, col_parts, param_idx, matrix, i, j, row, col, num_rows, num_cols)
@@ -442,6 +455,7 @@ def apply(
             m += (u - m) * tl.load(numbers + _GAIN1)
     scale = tl.load(numbers + _SCALED)
     p = _read_weight(table, param_idx, index, mask, param, rounding, aligned)
+    # Not p (1 - lr w): in fp32 that factor is off in the same direction at every step.
     if decays:
         p += p * tl.load(numbers + _DECAY)
     if confidence:
@@ -504,6 +518,7 @@ def apply_moment(
     numbers = values + param_idx * _NUM_VALUES
     g = tl.load(_pointer(table, param_idx, _GRAD, grad, aligned) + index, mask, other=0.0).to(tl.float32)
     v = tl.load(_pointer(table, param_idx, _MOMENT, tl.float32, aligned) + index, mask, other=1.0)
+    # u, clipped and with the sign; the update itself if beta1 = 0
     m = tl.rsqrt(v) * g * (tl.load(numbers + _SECOND) * tl.load(clips + param_idx))
     if momentum != "none":
         kept = _pointer(table, param_idx, _MOMENTUM, tl.float32, aligned) + index

@@ -69,8 +69,10 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
     """
     if recipe.tensor is not None:
         tensor = recipe.tensor
+        # meta weights have no values, so svd has nothing to approximate
         init = "random" if next(model.parameters()).is_meta else tensor.init
         tensorize(model, tensor.rank, format=tensor.format, num_modes=tensor.num_modes, init=init)
+    # after tensorize, because quantization also applies to the TT layers
     if recipe.precision.quantized:
         quantize_training(model, **recipe.precision.quantized)
     return model
@@ -86,6 +88,7 @@ def recipe_task(recipe: Recipe) -> str:
     if recipe.model.task is not None:
         return recipe.model.task
     task = default_task(recipe.model)
+    # the checks of a recipe did not know this task yet: repeat them with it
     if recipe.model.hf is not None:
         load_recipe(recipe, sections={"model": {"task": task}})
     return task
@@ -101,6 +104,7 @@ def default_task(section: ModelSection) -> str:
         return PRESETS[section.preset].task
     content = _read_config(section)
     architectures = content.get("architectures") or []
+    # the first match wins, so a longer ending precedes the shorter one that it contains
     for ending, task in (
         ("T5WithLMHeadModel", "seq2seq"),  # the name of T5ForConditionalGeneration when T5 was published
         ("ForConditionalGeneration", "seq2seq"),
@@ -113,7 +117,9 @@ def default_task(section: ModelSection) -> str:
         ("DLRM", "clicks"),
     ):
         if any(str(name).endswith(ending) for name in architectures):
+            # decoders that read images share the name ForConditionalGeneration with T5 and BART
             return "causal-lm" if task == "seq2seq" and _is_decoder(content) else task
+    # configurations of multimodal models often list no architectures
     if not architectures and _is_decoder(content, multimodal=True):
         return "causal-lm"
     raise UserError(
@@ -167,6 +173,7 @@ def build_config(
         preset = PRESETS[section.preset]
         given: dict[str, Any] = dict(preset.config)
         if not preset.fixed_vocab:
+            # ceiling division: matrix products are faster if the vocabulary is a multiple of 64
             given["vocab_size"] = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
             if "max_position_embeddings" in given:
                 given["max_position_embeddings"] = max(seq_len, given["max_position_embeddings"])
@@ -184,23 +191,28 @@ def build_config(
             f"{_source(section)}: transformers {transformers.__version__} knows no model_type '{model_type}'"
             + _hint(known)
         ) from None
+    # the keys that the class knows are the attributes of an instance with defaults
     plain = config_class()
     for key in section.overrides:
+        # hasattr is also True for methods such as to_dict, which are no settings
         if key.startswith("_") or not hasattr(plain, key) or callable(getattr(plain, key)):
             known = did_you_mean(key, plain.to_dict())
             raise UserError(f"model.overrides.{key}: {config_class.__name__} has no such key" + _hint(known))
         if key in _OF_THE_DATA and key in config_overrides:
             raise UserError(f"model.overrides.{key}: follows from the data; see {_OF_THE_DATA[key]}")
+    # the head_dim of the folder belongs to its old hidden_size; without it the class derives a new one
     if "hidden_size" in section.overrides and "head_dim" not in section.overrides:
         given.pop("head_dim", None)
     if not hasattr(plain, "use_cache"):
         given.pop("use_cache", None)
+    # ids of special tokens are merged with those of the folder; the other settings replace them
     token_ids = {key: id_ for key, id_ in config_overrides.items() if key.endswith(SUFFIX)}
     others = {key: value for key, value in config_overrides.items() if key not in token_ids}
     pretrained = reads_weights(section)
     others |= config_ids(token_ids, given, plain, pretrained=pretrained)
     try:
         with quiet():
+            # later entries win: settings of the data replace those of the folder, and the user's overrides replace both
             config = config_class(**{**given, **others, **_merged(given, section.overrides)})
             set_text_ids(config, token_ids, pretrained=pretrained)
     except Exception as error:  # configuration classes raise errors of many kinds for invalid values
@@ -215,6 +227,7 @@ def build_config(
 
 def _merged(given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the overrides, with nested configurations such as `text_config` merged instead of replaced."""
+    # a plain update would drop every key of text_config that the override does not name
     parts = {key: given.get(key) for key, value in overrides.items() if isinstance(value, dict)}
     return overrides | {key: {**part, **overrides[key]} for key, part in parts.items() if isinstance(part, dict)}
 
@@ -246,6 +259,7 @@ def build_model(
     """
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
     auto_class = task.find_auto_class(config)
+    # restore the CPU generator afterwards, so that building a model leaves the random state of the run unchanged
     with torch.random.fork_rng([]), quiet(), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -254,6 +268,7 @@ def build_model(
             else:
                 model = auto_class.from_config(config, attn_implementation=section.attention, dtype=torch.float32)
                 _rebuild_cores(model, section, device)
+            # after the weights are there, because it replaces a padding row of zeros
             _learn_padding(model)
             set_generation_ids(model)
             if task.name == "causal-lm":
@@ -264,6 +279,7 @@ def build_model(
             if section.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"{_source(section)}: transformers cannot build it: {first_line(error)}") from None
+    # probing needs weights, so a meta model is judged by its attributes only
     if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
         raise UserError(
             f"{type(model).__name__} as configured sees the tokens that it is to predict; "
@@ -277,6 +293,7 @@ def build_model(
 @torch.no_grad()
 def _check_text_alone(model: Any, task: Task) -> None:
     """Refuse a model that also reads images or sound and computes nothing without them."""
+    # models that read only text need no forward pass to prove it
     if getattr(model, "input_modalities", "text") in ("text", ("text",)):
         return
     try:
@@ -291,22 +308,27 @@ def _check_text_alone(model: Any, task: Task) -> None:
 
 def _learn_padding(model: Any) -> None:
     """Make the padding token trainable if it also begins or ends texts; the embedding would keep it at zero."""
+    # eos_token_id may be a list
     padding, ends, begin = (getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "eos", "bos"))
     if padding is None or padding not in [*(ends if isinstance(ends, list) else [ends]), begin]:
         return
     table = model.get_input_embeddings()
     if getattr(table, "padding_idx", None) != padding:
         return
+    # nn.Embedding gives the row of padding_idx no gradient
     table.padding_idx = None
+    # a row that initialization set to zero gets the scale of the other rows; loaded weights stay
     if not table.weight.is_meta and not table.weight[padding].any():
         torch.nn.init.normal_(table.weight[padding], std=float(table.weight.detach().std()))
 
 
 def _freeze_other_inputs(model: Any) -> None:
     """Freeze the parameters that text does not reach in a multimodal model; they would get no gradients."""
+    # a text-only model: its configuration is that of its text part
     if model.config.get_text_config() is model.config:
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    # compare by identity: tied weights appear in several parts
     trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     others = {name: each for name, each in model.named_parameters() if id(each) not in trained}
     for parameter in others.values():
@@ -319,6 +341,7 @@ def checkpoint_activations(model: Any) -> None:
     """Enable activation checkpointing: layers recompute activations in the backward pass instead of storing them."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
+        # the reentrant version would cut the graph if no input of a layer needs a gradient
         enable({"use_reentrant": False})
     except ValueError as error:
         raise UserError(f"train.activation_checkpointing: {first_line(error)}") from None
@@ -326,6 +349,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _is_encoder(model: Any) -> bool:
     """Return True if every position attends to later ones, as in a BERT that is not configured as a decoder."""
+    # read from the attention modules: the class name does not tell, because a BERT can be a decoder
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     return causal == {False} and getattr(model.config, "is_decoder", None) is False
 
@@ -334,6 +358,7 @@ def _sees_ahead(model: Any) -> bool:
     """Return True if the prediction at a position depends on a later token; False if the model cannot be probed."""
     ids = _probe_ids(model)
     other = ids.clone()
+    # only the last token differs, so a causal model gives the same logits before it
     other[:, -1] = ids[:, 0]
     return _outputs_differ(model, {"input_ids": ids}, {"input_ids": other}, slice(0, -1))
 
@@ -343,7 +368,9 @@ def mixes_documents(model: Any) -> bool:
     ids = _probe_ids(model)
     other = ids.clone()
     half = ids.shape[1] // 2
+    # only the first document differs, so logits of the second must stay the same
     other[:, :half] = ids[:, :half].flip(1)
+    # (1, 2 * half): 0 .. half - 1 for each document
     positions = torch.arange(half).repeat(2)[None]
     return _outputs_differ(
         model,
@@ -357,6 +384,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
     """Return the last eight ids of the vocabulary, shape (1, 8), without padding, which a model would mask."""
     config = model.config.get_text_config()
     padding = {getattr(config, name, None) for name in ("pad_token_id", "pad_index")}
+    # from the end, because the first ids are often special tokens; up to two of the last eleven may be padding
     ids = [token for token in range(max(0, config.vocab_size - 11), config.vocab_size) if token not in padding]
     return torch.tensor(ids[-8:])[None]
 
@@ -381,6 +409,7 @@ def reads_weights(section: ModelSection) -> bool:
     folder = Path(section.hf)
     if any(os.path.lexists(folder / name) for name in _WEIGHTS):
         return True
+    # before _other_weights, which would tell users to convert these files to safetensors
     if is_quantized_folder(folder):
         raise UserError(
             f"model.hf: {folder} holds packed weights, from which no run starts; give the run's export, a folder of "
@@ -408,6 +437,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(level)
+        # do not enable bars that the caller had disabled
         if bars:
             hf_logging.enable_progress_bar()
 
@@ -420,16 +450,19 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             f"model.hf: {section.hf} has no model.safetensors on the Hub or in its cache; download it, or train from "
             "random weights with model.pretrained: false"
         )
+    # a damaged file should fail before the model is allocated
     check_checksums(folder)
     weights = check_weights(folder)
     files = "the folder" if weights is None else weights.files
     if weights is not None:
         with blame(folder / CONFIG):
             check_layer_counts(config.to_dict(), weights)
+            # a model without memory is enough to compare its size with that of the files
             with torch.device("meta"):
                 skeleton = auto_class.from_config(copy.deepcopy(config))
             _rebuild_cores(skeleton, section, "meta")
             check_model_size(skeleton, weights)
+    # ignore_mismatched_sizes: shapes that differ are in the report, and a backbone weight among them is refused below
     with without_byte_order_marks(folder) as readable:
         model, report = auto_class.from_pretrained(
             readable,
@@ -442,6 +475,7 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    # record the recipe's name instead of the folder that was read, which may be temporary
     model.name_or_path = model.config.name_or_path = str(section.hf)
     # a model without a submodule of this name is all backbone, such as T5 with its encoder and decoder
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
@@ -463,9 +497,11 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
 
 def _rebuild_cores(model: Any, section: ModelSection, device: str) -> None:
     """Replace layers of a meta-device model by TT layers if the folder holds a TT model."""
+    # TT models store their layers under this key, because transformers dispatches loading by it
     cores = getattr(model.config, "quantization_config", None)
     if not isinstance(cores, dict) or cores.get("quant_method") != pretrained.METHOD:
         return
+    # a CPU model here has random weights, and rebuilt layers need those of the folder
     if device == "cpu":
         raise UserError(f"model.hf: {section.hf} describes TT layers; give a folder that has their weights")
     rebuild(model, cores["layers"])
@@ -497,6 +533,7 @@ def _read_config(section: ModelSection) -> dict[str, Any]:
         content = read_model_config(path)
     except UserError as error:
         raise UserError(f"model.hf: {error}") from None
+    # custom code in a model folder is never executed
     if content.get("auto_map"):
         logger.warning("%s names custom code (auto_map), which Scantling does not run", path)
         content.pop("auto_map")
@@ -510,6 +547,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
     text = config.get_text_config()
     where = "model.overrides" if text is config else "model.overrides.text_config"
     known = getattr(text, "vocab_size", None)
+    # far too many ids waste memory in embeddings and logits; published models round up, but not by a factor of 4
     if known is not None and vocab_size and known > max(MAX_TOKEN_ID, 4 * vocab_size):
         raise UserError(
             f"the model's vocabulary has {known} ids, and the tokenizer only {vocab_size}; "
@@ -533,6 +571,7 @@ def _check_fit(config: Any, vocab_size: int, seq_len: int) -> None:
     if positions is not None and positions > 0:  # XLNet sets -1: no limit
         is_learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
         if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None and is_learned:
+            # the table has rows for 0 .. pad_token_id that no token uses
             positions -= config.pad_token_id + 1
         if seq_len > positions:
             raise UserError(

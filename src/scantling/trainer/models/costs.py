@@ -51,6 +51,7 @@ def linear_flops(tokens: int, in_features: int, out_features: int) -> int:
 
 def attention_flops(sequences: int, seq_len: int, num_heads: int, head_dim: int) -> int:
     """Return the forward FLOPs of the two products of self-attention, Q Kᵀ and its product with V, over all heads."""
+    # two products of 2 * seq_len * seq_len * head_dim each
     return 4 * sequences * num_heads * seq_len * seq_len * head_dim
 
 
@@ -77,6 +78,7 @@ def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | No
         if flops is None:
             return None
         total += flops
+    # some models set a head_dim that differs from hidden_size / heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return total + int(layers) * attention_flops(sequences, seq_len, heads, head_dim)
 
@@ -84,23 +86,28 @@ def forward_flops(model: nn.Module, *, sequences: int, seq_len: int) -> int | No
 def _products(model: nn.Module, tokens: int, sequences: int) -> Iterator[int | None]:
     """Yield the FLOPs of each matrix product; None for a module whose matrices are used in an unknown way."""
     pooled = _heads_on_one_position(model)
+    # modules inside of one that reports its own cost, which must not count again
     spoken_for: set[int] = set()
     module: Any
     for name, module in model.named_modules():
         if id(module) in spoken_for:
             continue
+        # vectors that the module multiplies: one per sequence for heads on one position, else one per token
         seen = sequences if any(name == head or name.startswith(head + ".") for head in pooled) else tokens
         if states_flops(module):
             spoken_for.update(id(inner) for inner in module.modules())
             yield int(module.flops(seen))
         elif isinstance(module, nn.Linear) or is_conv1d_subclass(type(module)):
             first, second = module.weight.shape
+            # Conv1D stores (in, out) and Linear (out, in); the product is the same
             yield linear_flops(seen, first, second)
+        # a lookup costs no product; any other matrix is used in a way that its shape does not tell
         elif not isinstance(module, nn.Embedding) and any(map(_is_matrix, module.parameters(recurse=False))):
             yield None
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
+    # a shape such as (1, 1, dim) is a vector
     return sum(length > 1 for length in parameter.shape) > 1
 
 
@@ -158,7 +165,9 @@ def trace_step(
     """
     try:
         with _silent("torch._subclasses.fake_tensor"), FakeTensorMode(allow_non_fake_inputs=True):
+            # fake tensors on the CPU: kernels are selected by device, and meta tensors would select others
             model.to_empty(device="cpu")
+            # to_empty allocates each parameter separately, which breaks ties
             tie = getattr(model, "tie_weights", None)
             if tie is not None:
                 tie()
@@ -170,19 +179,23 @@ def trace_step(
             if step_bytes is not None:
                 for parameter in parameters:
                     parameter.register_post_accumulate_grad_hook(partial(_step_and_free, num_bytes=step_bytes))  # type: ignore[no-untyped-call]
+            # after to_empty and tie_weights, which replace the storages that the meter identifies tensors by
             gradients = [p.grad for p in parameters if p.grad is not None]
             meter = _Meter([*model.parameters(), *model.buffers(), *gradients])
             with _stated_flops(model, meter), meter, _traceable_experts():
                 result = loss(model)
+                # read at the peak of stored activations, before the backward pass frees them
                 flops, activations = meter.flops, meter.live_bytes
                 meter.in_backward = True
                 result.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # the code of any architecture runs here, on tensors that it was not written for
         raise UserError(f"this model cannot be traced: {first_line(error)}") from None
+    # in the backward pass the meter counts recomputed products only
     return Trace(flops, meter.flops - flops, activations, meter.peak_bytes)
 
 
 def _step_and_free(parameter: torch.Tensor, *, num_bytes: int) -> None:
+    # seen by the meter, then freed at once: the temporaries of the step
     torch.empty(num_bytes, dtype=torch.uint8)
     parameter.grad = None
 
@@ -243,10 +256,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # run first: the formulas need the shapes of the output
         result = func(*args, **kwargs)
         formula = self._formulas.get(overload_packet(func))
         if formula is not None and (not self.in_backward or _is_recomputing()):
             self.flops += int(formula(*args, **kwargs, out_val=result))
+        # views share the storage of their base, so they add nothing
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, torch.Tensor):
                 self._allocated(value.untyped_storage())
@@ -259,6 +274,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live[key] = storage.nbytes()
         self.live_bytes += self._live[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        # drop the key with the storage, because a later storage may get the same address
         weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
@@ -276,6 +292,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     from transformers.integrations import moe  # noqa: F401 (registers its product)
 
     def fused_attention(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+        # query (batch, heads, length, head_dim), key (batch, heads, key length, head_dim)
         sequences, heads, length, head_dim = query.shape
         return 4 * sequences * heads * length * key.shape[-2] * head_dim
 
@@ -292,13 +309,16 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 @contextlib.contextmanager
 def _stated_flops(model: nn.Module, meter: _Meter) -> Iterator[None]:
     """Replace the counted FLOPs inside modules that report their own cost by the reported number."""
+    # a stack: a module that reports its cost may contain another one, whose number the outer one replaces
     before: list[int] = []
 
+    # hooks also run while checkpointing recomputes a module, so recomputed products are replaced, too
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         before.append(meter.flops)
 
     def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        # activations (..., features) hold one vector per leading index; token ids (...) are one lookup each
         vectors = first[..., 0] if first.is_floating_point() else first
         meter.flops = before.pop() + int(module.flops(vectors.numel()))
 

@@ -53,6 +53,7 @@ class DLRMConfig(PretrainedConfig):  # type: ignore[misc]
         top_mlp: Sequence[int] = (512, 256),
         **kwargs: Any,
     ) -> None:
+        # as lists, the way config.json stores them, so that a loaded configuration equals the saved one
         self.num_numeric = num_numeric
         self.table_sizes = list(table_sizes)
         self.embedding_dim = embedding_dim
@@ -92,16 +93,20 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: DLRMConfig) -> None:
         super().__init__(config)
         dim, numeric = config.embedding_dim, config.num_numeric
+        # z_0, if there are numeric features, and one vector per table
         vectors = len(config.table_sizes) + (numeric > 0)
         self.bottom = _mlp([numeric, *config.bottom_mlp, dim], last_relu=True) if numeric else None
+        # `_weight` skips the normal initialization of nn.EmbeddingBag; post_init fills the tables
         self.tables = nn.ModuleList(
             nn.EmbeddingBag(rows, dim, mode="sum", _weight=torch.empty(rows, dim)) for rows in config.table_sizes
         )
+        # the top MLP reads x and count * (count - 1) / 2 products
         self.top = _mlp([(dim if numeric else 0) + vectors * (vectors - 1) // 2, *config.top_mlp, 1], last_relu=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
+            # the functions of transformers, unlike torch's, skip weights that were loaded
             init.normal_(module.weight, std=sqrt(2 / (module.in_features + module.out_features)))
             init.normal_(module.bias, std=sqrt(1 / module.out_features))
         elif isinstance(module, nn.EmbeddingBag):
@@ -131,13 +136,17 @@ class DLRM(PreTrainedModel):  # type: ignore[misc]
                 f"DLRM: {wanted[0]} numeric and {wanted[1]} categorical features are wanted, given {given[0]} and "
                 f"{given[1]}"
             )
+        # ids (batch,) -> bags of one id (batch, 1) -> rows (batch, dim)
         vectors = [table(ids[:, None]) for table, ids in zip(self.tables, categorical.unbind(1), strict=True)]
         dense = None if self.bottom is None else self.bottom(numeric)
         if dense is not None:
             vectors = [dense, *(vector.to(dense.dtype) for vector in vectors)]  # autocast leaves lookups in fp32
+        # (batch, count, dim) -> (batch, count * (count - 1) / 2)
         products = interactions(torch.stack(vectors, dim=1))
         features = products if dense is None else torch.cat([dense, products], dim=1)
+        # (batch, dim + products) -> (batch, 1) -> (batch,)
         logits = self.top(features).squeeze(1)
+        # in fp32: bf16 has too few digits for differences between losses
         loss = None if labels is None else binary_cross_entropy_with_logits(logits.float(), labels.float())
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
@@ -153,6 +162,7 @@ def interactions(vectors: Tensor) -> Tensor:
     """
     count = vectors.shape[1]
     row, col = torch.tril_indices(count, count, offset=-1, device=vectors.device)
+    # Gram matrix: entry (i, j) is z_i . z_j
     products = torch.bmm(vectors, vectors.transpose(1, 2))
     # (batch, count, count) -> strict lower triangle, row by row
     return products.flatten(1).index_select(1, row * count + col)
@@ -168,5 +178,6 @@ def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
 
 def register() -> None:
     """Register DLRM with transformers' `AutoConfig` and `AutoModel`, so that they load DLRM folders."""
+    # exist_ok, because each loader registers it again
     AutoConfig.register(DLRMConfig.model_type, DLRMConfig, exist_ok=True)
     AutoModel.register(DLRMConfig, DLRM, exist_ok=True)

@@ -39,7 +39,9 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device_map: An
     Example:
         >>> model = sc.load("my-model")  # doctest: +SKIP
     """
+    # click models are no architecture of transformers
     register()
+    # before any file is parsed
     check_checksums(Path(folder))
     state = read_quantized(folder) if is_quantized_folder(folder) else None
     return pretrained.load(folder, dtype=dtype, device_map=device_map, state=state)

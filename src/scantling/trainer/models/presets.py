@@ -34,6 +34,7 @@ class Preset:
     fixed_vocab: bool = False
 
 
+# as many key-value heads as heads: the GaLore models have no grouped-query attention
 def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> Preset:
     config = {
         "hidden_size": hidden,
@@ -55,6 +56,7 @@ _BERT_6_ENCODER = {
     "num_attention_heads": 12,
     "max_position_embeddings": 512,
 }
+# 514 = 512 + 2: positions start after the padding id 1
 _ROBERTA_CODE = {
     "vocab_size": 50265,
     "hidden_size": 768,
@@ -100,6 +102,7 @@ PRESETS: dict[str, Preset] = {
     "llama-60m": _llama(512, 1376, 8, 8),
     "llama-130m": _llama(768, 2048, 12, 12),
     "llama-350m": _llama(1024, 2736, 24, 16),
+    # 5461 = floor(8/3 * 2048), as in the GaLore configuration, not a multiple of 8
     "llama-1b": _llama(2048, 5461, 24, 32),
     "bert-6-encoder": Preset("masked-lm", "bert", _BERT_6_ENCODER, fixed_vocab=True),
     "roberta-code": Preset("masked-lm", "roberta", _ROBERTA_CODE, fixed_vocab=True),

@@ -27,15 +27,19 @@ def config_ids(wanted: Mapping[str, Id], given: Mapping[str, Any], plain: Any, *
     found: dict[str, Id] = {}
     start, pad = f"decoder_start{SUFFIX}", f"pad{SUFFIX}"
     if getattr(plain, "is_encoder_decoder", False) and pad in wanted:
+        # an explicit start token in `wanted` wins, because later entries replace earlier ones
         wanted = {start: wanted[pad], **wanted}
     for key, id_ in wanted.items():
         before = given.get(key, getattr(plain, key, None))
+        # trained weights expect the start token that they were trained with
         if key == start and pretrained and before is not None:
             id_ = before
         after = _merged(before, id_, keep=pretrained)
         if after is None:
+            # some classes require an id; they keep theirs although the tokenizer has no such token
             used = hasattr(plain, key) and _can_be_none(type(plain), key)
         else:
+            # a generation configuration takes these ids from the model's, even if its class has no such key
             used = hasattr(plain, key) or key.removesuffix(SUFFIX) in GENERATED
         if used and after != before:
             found[key] = after
@@ -70,6 +74,7 @@ def set_generation_ids(model: Any) -> None:
     for role in GENERATED:
         key = f"{role}{SUFFIX}"
         own = getattr(model.config, key, None)
+        # multimodal models keep the ids in their text configuration
         own = getattr(model.config.get_text_config(), key, None) if own is None else own
         setattr(generation, key, _merged(getattr(generation, key, None), own, keep=True))
 
@@ -89,7 +94,9 @@ def _merged(before: Id, id_: Id, *, keep: bool) -> Id:
         return before if keep else None
     if isinstance(before, list):
         ids = id_ if isinstance(id_, list) else [id_]
+        # chat models end with several tokens; the tokenizer names only one of them
         if set(ids) <= set(before):
             return before
+        # the tokenizer's ids first, because code that needs one end token takes the first
         return [*ids, *(other for other in before if other not in ids)] if keep else id_
     return id_

@@ -108,6 +108,7 @@ def check_fit(recipe: Recipe, planned: Plan, *, search: bool = True, task_data: 
     """
     machine = machine_memory(planned.device)
     on_cpu = planned.device == "cpu"
+    # under torchrun, only the processes on this machine share its memory
     launched = world_size_from_env() > 1
     processes = (local_world_size_from_env() if launched else planned.world_size) if on_cpu else 1
     available = None
@@ -156,26 +157,31 @@ def _largest_micro_batch(recipe: Recipe, planned: Plan, limit: int, task_data: T
         content: Mapping[str, Any] = recipe.model_dump(exclude_unset=True)
         train = {**content["train"], "micro_batch_size": size}
         changed = Recipe.model_validate({**content, "train": train})
+        # without warnings: this plan is not the one that the user asked for
         smaller = silent_plan(
             resolve_run(changed, world_size=planned.world_size, device=planned.device, task_data=task_data)
         )
         assert smaller.peak_memory_bytes is not None
+        # this process grows from plan to plan, so replace its size by that of the first plan
         return smaller.peak_memory_bytes - smaller.base_bytes + planned.base_bytes
 
     assert planned.peak_memory_bytes is not None
     high, most = recipe.micro_batch_size(planned.world_size), planned.peak_memory_bytes
+    # no smaller micro-batch is left to try
     if high == 1:
         return None
     low, least = 1, peak(1)
     if least > limit:
         return None
     count = 0
+    # invariant: peak(low) <= limit < peak(high)
     while high - low > 1:
         count += 1
         middle = (low + high) // 2
         # interpolate linearly; every third step keeps the midpoint
         if count % 3 and most > least:
             middle = low + int((limit - least) * (high - low) / (most - least))
+        # stay strictly inside the interval, so that each step shrinks it
         middle = max(low + 1, min(high - 1, middle))
         size = peak(middle)
         if size <= limit:

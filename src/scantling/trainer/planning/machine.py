@@ -46,6 +46,7 @@ def host_memory(root: Path = Path("/")) -> MachineMemory | None:
         total, available = kib["MemTotal"] * KIB, kib["MemAvailable"] * KIB
     except (OSError, ValueError, KeyError, IndexError):
         return None
+    # groups are nested, and the tightest limit applies
     for limit, used in _group_limits(root):
         total, available = min(total, limit), min(available, max(0, limit - used))
     return MachineMemory("this machine", total, available, kib.get("SwapTotal", 0) * KIB)
@@ -58,6 +59,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for group in groups:
+        # cgroup v2 has one line with an empty controller list; v1 has one line per controller
         if len(group) != 3 or (group[1] and "memory" not in group[1].split(",")):
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if group[1] else "")
@@ -73,6 +75,7 @@ def _group_limit(folder: Path, limit: str, used: str, cached: str) -> Iterator[t
         # "max" means no limit; int() raises a ValueError for it
         most, now = int((folder / limit).read_text()), int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # the kernel drops inactive page cache before it refuses memory
         yield most, max(0, now - int(stat.get(cached, 0)))
     except (OSError, ValueError):
         return
@@ -85,6 +88,7 @@ def _gpu_memory() -> MachineMemory | None:
 
     if not torch.cuda.is_available():
         return None
+    # modulo, because processes may outnumber the GPUs of this machine
     device = local_rank_from_env() % torch.cuda.device_count()
     free, total = torch.cuda.mem_get_info(device)
     return MachineMemory(torch.cuda.get_device_name(device), total, free)

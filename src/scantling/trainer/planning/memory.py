@@ -56,6 +56,7 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
     assert recipe.tensor is not None
     if "bytes_per_parameter" in recipe.tensor.adapter:
         return None
+    # the weight, and its gradient unless that is freed at once
     copies = 1 if frees_gradients(recipe) else 2
 
     @cache
@@ -73,7 +74,9 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
         )
         if both is None or alone is None:
             return float("nan")
+        # the added matrix has state in both predictions, so the difference is the state of the core
         return copies * prod(shape) * dtype.itemsize + both - alone
 
     probe = bytes_of((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
+    # NaN differs from itself: the state size of this optimizer is unknown
     return bytes_of if probe == probe else None

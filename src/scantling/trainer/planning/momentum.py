@@ -30,6 +30,7 @@ def optimizer_groups(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> list[d
     for group in groups:
         by_blocks: dict[bool, list[Any]] = {True: [], False: []}
         for entry in group["params"]:
+            # entries of named groups are (name, parameter)
             param = entry[1] if isinstance(entry, tuple) else entry
             by_blocks[is_block_matrix(tuple(param.shape), param.numel(), group["role"])].append(entry)
         split_groups += [
@@ -61,6 +62,7 @@ def _turned_off(recipe: Recipe) -> dict[str, Any]:
     off: dict[str, Any] = {}
     if not _exchanges_momentum(recipe):
         return off
+    # beta1 = 0: no momentum; the betas of sign belong to the AdamW of vectors, which are exchanged as gradients
     if "betas" in defaults and "betas" not in given and recipe.optim.name.lower() != "sign":
         off["betas"] = (0.0, *defaults["betas"][1:])
     momentum = defaults.get("momentum")

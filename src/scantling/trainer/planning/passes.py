@@ -49,21 +49,27 @@ def plan_passes(run: ResolvedRun, model: Any, *, step_bytes: int | None = None) 
     micro = recipe.micro_batch_size(world_size)
     gradients_held = recipe.accumulates(world_size) or world_size > 1
     held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
+    # before the trace, which makes the model unusable; the result is used only if the trace fails
     from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
 
     def loss(traced: torch.nn.Module) -> torch.Tensor:
         batch = task.sample_batch(micro, recipe.data)
+        # the dtype that the run would use on its device, but the traced tensors are on the CPU
         with autocast(recipe.precision.autocast(run.device), torch.device("cpu")):
             return task.loss(traced, batch).loss
 
     try:
+        # transformers would take the fake position ids for packed documents
         with nullcontext() if recipe.data.document_mask else no_packed_documents():
             trace = trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
     except UserError as error:
         notes = [f"activations and peak memory are not known: {error}"]
+        # only the trace counts the products that checkpointing repeats
         recomputed = None if recipe.train.activation_checkpointing else 0
         if from_shapes is None or recomputed is None:
             notes.append("FLOPs are not known: the shapes of the layers do not tell them")
         return Passes(from_shapes, recomputed, None, None, notes)
+    # from one micro-batch to the batch of all ranks
     forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
+    # the trace leaves out gradients that exist before it
     return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held)

@@ -95,6 +95,7 @@ class Plan:
         if self.device == "cuda":
             return self
         peak = self.peak_memory_bytes
+        # `base` is a summand of the peak
         peak = None if peak is None else peak - self.base_bytes + base_bytes
         return dataclasses.replace(self, base_bytes=base_bytes, peak_memory_bytes=peak)
 
@@ -213,6 +214,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.trainer.rss import rss_bytes
 
     recipe, world_size = run.recipe, run.world_size
+    # the order matters: the trace in plan_passes makes the model unusable
     notes = list(run.sizes.notes)
     model = planned_model(run, notes)
     notes += _ranks_that_come_down(recipe, model)
@@ -225,20 +227,25 @@ def plan_run(run: ResolvedRun) -> Plan:
         notes.append(
             f"comm.exchange: dense is faster on links above about {dense_crossover_mbit(world_size):,.0f} Mbit/s"
         )
+    # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
     on_gpu = run.device == "cuda"
+    # measured before the trace, whose fake tensors and caches grow this process
     base = 0 if on_gpu else rss_bytes()
+    # tied weights appear once
     parameters = list(model.parameters())
     weight_bytes = sum(p.nbytes for p in parameters)
     gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
     released = frees_gradients(recipe, world_size=world_size)
     if recipe.optim.release_gradients and not released:
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
+    # after a momentum exchange, some groups have no momentum, and less state
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
     state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
     if state is None:
         notes.append(f"the state of {recipe.optim.name} is not known before it has taken a step")
+    # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
     with quiet():
         passes = plan_passes(run, model, step_bytes=of_optimizer if released else None)
@@ -322,6 +329,7 @@ def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
     if recipe.comm.name != "demo":
         return allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size), 0
     options = recipe.comm.demo_options
+    # meta parameters are enough, because only shapes determine the layout of the messages
     exchange = MomentumExchange(exchange_groups(model, options), **options)
     return round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
 
@@ -368,6 +376,7 @@ def planned_model(run: ResolvedRun, notes: list[str]) -> Any:
         vocab_size=run.sizes.vocab_size,
         seq_len=recipe.data.longest,
         config_overrides=run.sizes.config_overrides,
+        # any seed: meta weights have no values
         seed=0,
         device="meta",
     )

@@ -113,6 +113,7 @@ def _vocab_size(recipe: Recipe, task: Task) -> int:
     """Return the vocabulary size that the model needs; reads a tokenizer only if it is in a folder."""
     setting = recipe.data.tokenizer
     if isinstance(setting, BpeTokenizer):
+        # the tokenizer may not be trained yet, but its setting states the size
         return setting.bpe + task.extra_ids(recipe.data, None)
     tokenizer = ByteTokenizer() if setting == "bytes" else load_tokenizer(setting)
     return tokenizer.vocab_size + task.extra_ids(recipe.data, tokenizer)

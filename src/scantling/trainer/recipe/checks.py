@@ -56,8 +56,10 @@ def semantic_faults(content: Content, known: set[str]) -> list[Fault]:
     faults: list[Fault] = []
     for check in CHECKS:
         try:
+            # a huge list of columns could yield one fault per column
             for fault in islice(check(content), MOST_FAULTS):
                 related = any(_covers(path, fault.path) or _covers(fault.path, path) for path in known)
+                # a fault of a whole section says more than one in a key of it, so keep it
                 if not related or fault.path.count(".") == 0:
                     faults.append(fault)
         except Exception:

@@ -116,6 +116,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
     if not separator or not all(parts):
         raise UserError(f"--set takes key=value, such as train.steps=100; given '{shorten(override, 200)}'")
     try:
+        # `*.txt` would be an alias and `#1` a comment
         plain = text.lstrip().startswith(("*", "#"))
         value = text.strip() if plain else parse_yaml(text)
     except ValueError as error:
@@ -127,6 +128,7 @@ def set_key(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     """Set the key at a path of `content` in place; create missing mappings on the way."""
     for part in parts[:-1]:
         if not isinstance(content.get(part), dict):
+            # a single value, such as `tokenizer: bytes`, gives way to a mapping
             content[part] = {}
         content = content[part]
     content[parts[-1]] = value
@@ -141,9 +143,11 @@ def check_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe:
         checked = Recipe.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         faults = schema_faults(error, Recipe)
+    # after structural faults the raw mapping is checked, so that one run reports all faults
     faults += semantic_faults(checked or content, {fault.path for fault in faults})
     if faults:
         raise RecipeError(faults, source)
+    # checked paths last: a fault shows the path as it was given
     return Recipe.model_validate(_absolute_paths(checked))
 
 
@@ -194,6 +198,7 @@ def schema_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]
 def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[Fault]:
     seen: set[str] = set()
     for item in error.errors(include_url=False):
+        # pydantic's location also holds the names of union members, such as data.tokenizer.BpeTokenizer.bpe
         *above, last = item["loc"] or ("",)
         location = [part for part in above if not _is_union_tag(part, above)]
         if not _is_union_tag(last, item["loc"]) or item["type"] == "extra_forbidden":
@@ -201,6 +206,7 @@ def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[F
         elif item["type"] == "string_type" and isinstance(item["input"], dict | list):
             continue  # the other member of a union, which was not meant
         path = ".".join(shorten(str(part), 100) for part in location)
+        # members of a union report the same value once each
         if path in seen:
             continue
         seen.add(path)
@@ -212,6 +218,7 @@ def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[F
         elif kind == "missing":
             yield Fault(path, "missing; this key is required")
         elif kind == "literal_error":
+            # pydantic gives the choices as text: 'a', 'b' or 'c'
             choices = [c.strip().strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
             hint = did_you_mean(str(item["input"]), choices)
             yield Fault(path, f"must be {_join_alternatives(choices)}", _show(item["input"]), hint)
@@ -268,14 +275,17 @@ def _absolute_paths(content: dict[str, Any]) -> dict[str, Any]:
 
     data, model = content["data"], content["model"]
     kind_is_hf = data.get("hf") is not None
+    # `digits` names built-in images, not a file
     for key in ("text", "jsonl", "csv", "parquet", "bin", "criteo", "images"):
         if key in data and not (key == "images" and data[key] == DIGITS):
             data[key] = expand(data[key])
+    # for `hf`, the validation is the name of a split
     if "validation" in data and not kind_is_hf:
         data["validation"] = expand(data["validation"])
     if isinstance(data.get("tokenizer"), str) and data["tokenizer"] != "bytes" and not is_hub_name(data["tokenizer"]):
         data["tokenizer"] = expand(data["tokenizer"])
     if kind_is_hf:
+        # the name of a dataset on the Hub stays as it is
         data["hf"] = expand(data["hf"], must_exist=True)
     if model.get("hf") is not None and not is_hub_name(model["hf"]):
         model["hf"] = expand(model["hf"])

@@ -39,6 +39,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         ValueError: it is too large, or is not UTF-8.
     """
     with path.open("rb") as file:
+        # one byte more than allowed tells a file that is too large, without reading all of it
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
@@ -67,6 +68,7 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 def value_faults(content: object) -> list[Fault]:
     """Return the first fault of a value that is invalid for any recipe key: too deep, too large, unprintable."""
+    # a stack instead of recursion, which deep nesting would overflow
     pending: list[tuple[str, object, int]] = [("", content, 0)]
     count = 0
     while pending:
@@ -79,11 +81,13 @@ def value_faults(content: object) -> list[Fault]:
             path, problem = "", f"has more than {MAX_VALUES:,} values"
         elif isinstance(value, int) and value.bit_length() > 64:
             problem = "must be a number of at most 64 bits"
+        # lone surrogates cannot be encoded in UTF-8, and a NUL ends a path
         elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             problem = "must be text in UTF-8 without NUL"
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 name = shorten(str(key), 100)
+                # keys are values to check, too
                 pending += [(path, key, depth), (f"{path}.{name}" if path else name, inner, depth + 1)]
         elif isinstance(value, list | tuple):
             pending += [(f"{path}.{idx}" if path else str(idx), inner, depth + 1) for idx, inner in enumerate(value)]
@@ -106,17 +110,21 @@ class _StrictLoader(yaml.SafeLoader):
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        # YAML 1.1 reads 12:30 in base 60 and 010 in base 8
         is_old = tag in (_INT, _FLOAT) and (":" in value or re.fullmatch(r"[-+]?0[0-7_]+", value))
         return "tag:yaml.org,2002:str" if is_old else tag
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        # count while composing, before any value is constructed
         before, mark = self._count, self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
+        # a document's root is at depth 1 here and 0 in `value_faults`
         if self._depth > MAX_DEPTH + 1:
             raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        # the size of a node is stored after it is complete, so a missing one means that the alias is inside its node
         if is_alias and node not in self._sizes:
             raise ComposerError(None, None, "an alias inside its own value", mark)
         # an alias counts with all values behind it, which bounds nested aliases
@@ -132,6 +140,7 @@ class _StrictLoader(yaml.SafeLoader):
         for each, _ in node.value:
             if not isinstance(each, yaml.ScalarNode):
                 raise ConstructorError(None, None, "a key has to be text", each.start_mark)
+            # compare constructed keys: `1` and `0x1` are the same key
             key = each.value if each.tag == _MERGE else self.construct_object(each)
             if key in seen:
                 problem = f"the key '{shorten(str(key), 80)}' is given twice"
@@ -143,6 +152,7 @@ class _StrictLoader(yaml.SafeLoader):
         kind = node.tag.removeprefix(_PREFIX)
         if node.tag not in _TAGS:
             raise ConstructorError(None, None, f"the tag {shorten(node.tag, 80)} has no meaning here", node.start_mark)
+        # limit the digits first: int() takes quadratic time
         given = node.value if isinstance(node, yaml.ScalarNode) else ""
         if node.tag in (_INT, _FLOAT) and len(given) > MAX_DIGITS:
             raise ConstructorError(None, None, f"a number of more than {MAX_DIGITS} characters", node.start_mark)
@@ -158,6 +168,7 @@ class _StrictDumper(yaml.SafeDumper):
     """Safe YAML dumper that quotes texts which `_StrictLoader` would read as numbers."""
 
 
+# the same resolver in the dumper makes it quote the text "1e-3"
 for _each in (_StrictLoader, _StrictDumper):
     _each.add_implicit_resolver(
         _FLOAT,

@@ -14,6 +14,7 @@ from scantling.comm.config import OPTIONS, Exchange, ResidualFormat, Values
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Text = Annotated[str, StringConstraints(min_length=1)]
+# YAML reads the labels 0 and 1 as numbers, and documents are labeled with texts; true and false stay invalid
 Label = Annotated[
     Text,
     BeforeValidator(
@@ -40,6 +41,7 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: Any, handler: Any) -> Any:
         result = handler(value)
+        # pydantic converts true to 1
         if isinstance(value, bool) and not isinstance(result, bool):
             raise ValueError("must be a number, not true or false")
         return result
@@ -106,6 +108,7 @@ class Clicks(Section):
 
     def num_rows(self, column: str) -> int | None:
         """Return the number of ids that a column's categories are hashed to; None if each category has its own id."""
+        # a mapping names only some columns; the others keep one id per category
         return self.table_size.get(column) if isinstance(self.table_size, dict) else self.table_size
 
 
@@ -228,6 +231,7 @@ class OptimSection(Section):
     @property
     def rates(self) -> dict[str, float]:
         """Learning rates that `scantling.param_groups` takes for some parameters; empty if all use `lr`."""
+        # empty, so that groups with the same rate are not split
         return {} if self.embedding_lr_scale == 1.0 else {"embedding_lr": self.embedding_lr_scale * self.lr}
 
     @property
@@ -458,6 +462,7 @@ class Recipe(Section):
 
     def micro_batch_size(self, world_size: int = 1) -> int:
         """Return the most sequences per forward pass of one of `world_size` processes."""
+        # at least one, although `check_world_size` refuses a batch that is smaller than the number of processes
         share = max(1, self.batch_size // world_size)
         return min(self.train.micro_batch_size or share, share)
 

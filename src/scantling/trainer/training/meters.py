@@ -110,7 +110,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend lap recording; elapsed time counts towards the next lap."""
+        """Suspend lap recording; elapsed time counts toward the next lap."""
         self._paused = True
         try:
             yield
