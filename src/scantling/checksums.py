@@ -38,6 +38,7 @@ def check_checksums(folder: Path) -> None:
         raise UserError(f"cannot read {folder / CHECKSUMS}: {error}; {hint}") from None
     for line in text.removesuffix("\n").split("\n"):
         match = re.fullmatch(r"([0-9a-f]{64})  ([^\0]+)", line)
+        # the checksums may come from elsewhere: never read a file outside of the folder
         if match is None or PurePosixPath(match[2]).is_absolute() or ".." in PurePosixPath(match[2]).parts:
             raise UserError(f"{folder / CHECKSUMS} is damaged: {line[:80]!r} is not a line of sha256sum; {hint}")
         path = folder / match[2]

@@ -92,6 +92,7 @@ def read_json(path: Path) -> Any:
             path.stat()  # raises the reason, unless it is a folder, a pipe or a device
             raise UserError(f"cannot read {path}: it is not a file")
         content = json.loads(path.read_text(encoding="utf-8-sig"))
+        # a lone surrogate passes json.loads but cannot be written again: encoding finds it
         json.dumps(content, ensure_ascii=False).encode()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
@@ -145,11 +146,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         remove_folder(aside)  # left by a killed process
         aside.mkdir(parents=True)
         yield aside
+        # The mode of the new folder follows the umask; without its x bits it is the mode of a new file.
         mode = aside.stat().st_mode & 0o666
         for path in aside.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
             fsync(path)
+        # contents first, then the rename, then its entry in the parent: a crash leaves a whole folder or none
         fsync(aside)
         os.replace(aside, final)
         fsync(final.parent)

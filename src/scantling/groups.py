@@ -192,6 +192,7 @@ def _declared(path: str, module: nn.Module) -> Iterator[_Claim]:
     declare = getattr(module, "parameter_roles", None)
     if not callable(declare):
         return
+    # a declaration may use any name of a tied parameter
     params = dict(module.named_parameters(remove_duplicate=False))
     for name, (role, matrix_dims) in declare().items():
         where = f"parameter_roles() of {type(module).__name__} at '{path}'"

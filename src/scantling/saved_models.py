@@ -199,6 +199,7 @@ def check_model_size(model: Any, weights: Weights) -> None:
     Raises:
         UserError: the model is too large; the message has both sizes.
     """
+    # tied weights count once, as in the file
     tensors = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
     elements = sum(tensors.values())
     if elements > 4 * weights.elements + _EXTRA_ELEMENTS:

@@ -123,6 +123,7 @@ class ExchangeConfig:
 
         It never comes before the first exchange.
         """
+        # Index of the latest exchange, from 1
         number = step // self.sync_every
         return every is not None and self.is_due(step) and number > 1 and (number - 1) % every == 0
 
@@ -181,6 +182,7 @@ def check_option(name: str, value: Any) -> None:
                 raise UserError(f"{name} must be above 0; given {value!r}")
         elif not is_number(value) or not least <= value <= most:
             raise UserError(f"{name} must be from {least:g} to {most:g}; given {value!r}")
+    # All other options are integers; some may be None.
     elif not (value is None and type(None) in get_args(kind)) and not (
         is_integer(value, least=least) and value <= (math.inf if most is None else most)
     ):
@@ -203,6 +205,7 @@ def is_number(value: Any) -> bool:
 
 def document_options(cls: Class) -> Class:
     """Put the options into the docstring of a class, replacing `{options}`, and into its signature."""
+    # At run time, options are `**options`: show their names in help() and editors.
     signature = inspect.signature(cls)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -212,6 +215,7 @@ def document_options(cls: Class) -> Class:
         if name not in signature.parameters
     ]
     cls.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    # python -OO strips docstrings.
     if cls.__doc__:
         lines = [f"{each.name}: {each.metadata['doc']}" for each in OPTIONS.values()]
         cls.__doc__ = cls.__doc__.replace("{options}", "\n        ".join(lines))

@@ -45,6 +45,7 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
         UserError: neither a DeMo nor a MomentumExchange.
     """
     exchange = _get_exchange(optimizer)
+    # The result of an exchange in flight is part of the state.
     exchange.flush()
     prefix = f"rank{_rank()}"
     tensors = {f"{prefix}/step": torch.tensor([exchange.step]), f"{prefix}/{_PROCESSES}": torch.tensor([_processes()])}
@@ -60,6 +61,7 @@ def rank_tensors(optimizer: DeMo | MomentumExchange) -> dict[str, Tensor]:
             if isinstance(optimizer, DeMo) and not block_group.spec.is_matrix:
                 moments = optimizer.moments(param)
                 tensors |= {f"{name}/{key}": moments[key].clone() for key in MOMENTS}
+            # Zeros if nothing is pending: names must not depend on the step, since loading needs the same ones.
             if exchange.config.delay:
                 zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
                 tensors[f"{name}/result"] = exchange.state.get(param, {}).get("pending", zeros).clone()
@@ -78,6 +80,7 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
         UserError: not a DeMo or a MomentumExchange; tensors of other ranks only, of another number of processes, or of
             other parameters, shapes or options; nothing has been loaded.
     """
+    # The current state has the expected names and shapes. Check all of them before the first change.
     expected, exchange = rank_tensors(optimizer), _get_exchange(optimizer)
     for name, like in expected.items():
         if name not in tensors or tensors[name].shape != like.shape:
@@ -96,10 +99,12 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
             f"the tensors were saved by {saved} processes, and these are {_processes()}: the residuals of the others "
             "would be lost. Load on as many as saved"
         )
+    # Exchanges in flight belong to the replaced state.
     exchange.discard_pending()
     step = int(tensors[f"{prefix}/step"])
     exchange.step = step
     for name, group, key in _scheduled(exchange):
+        # Fill an lr that is a tensor in place: other code may hold it.
         if isinstance(group[key], Tensor):
             group[key].fill_(tensors[name])
         else:
@@ -107,6 +112,7 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
     if isinstance(optimizer, DeMo):
         for group in optimizer.param_groups:
             group["steps"] = exchange.step
+            # A loaded `dense_lr` is not a new value: keep the loaded `dense_ratio`.
             group["dense_set"] = group["dense_lr"]
     names = parameter_names(exchange.param_groups)
     residuals = {

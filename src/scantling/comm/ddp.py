@@ -80,6 +80,7 @@ class AllReduce(GradientExchange):
         if not last:
             context: AbstractContextManager[None] = self._model.no_sync()
             return context
+        # The hook runs in the last micro-batch only, and counts from 0.
         self._bytes = 0
         self._norms.clear()
         return nullcontext()
@@ -90,12 +91,14 @@ class AllReduce(GradientExchange):
         Raises:
             UserError: parameters got no gradient, so that not all was sent.
         """
+        # DDP sends a bucket once it is complete: a missing gradient holds its whole bucket back.
         if self._bytes < self._all_bytes:
             raise UserError(
                 f"{self._without_gradient()} got no gradient, so that other gradients were not averaged either; set "
                 "comm.find_unused_parameters: true to search for such parameters in each step, or train on one process"
             )
         self.wire_bytes = allreduce_wire_bytes(self._bytes, dist.get_world_size())
+        # After the last bucket was ready, no computation is left to hide communication.
         self.exposed_s = max(0.0, time.perf_counter() - self._last_ready)
 
     def bad_parameters(self) -> list[str]:
@@ -113,9 +116,11 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     names = [state._names[id(parameter)] for parameter in bucket.parameters()]
+    # Before the all-reduce, which spreads NaN or Inf to all processes; the maximum keeps both.
     state._norms.append((torch.linalg.vector_norm(buffer, ord=float("inf")), names))
     state._bytes += buffer.nbytes
     state._last_ready = time.perf_counter()
+    # Divide first, as DDP does: sums could overflow in fp16.
     buffer.div_(dist.get_world_size())
     future = dist.all_reduce(buffer, async_op=True).get_future()
     averaged: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
@@ -145,15 +150,18 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
         for name, value in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module) and value.is_floating_point()
     ]
+    # Sorted: all replicas must run the collectives in the same order.
     for dtype in sorted({value.dtype for value in buffers}, key=str):
         parts = [value for value in buffers if value.dtype == dtype]
         is_finite = torch.stack([value.isfinite().all() for value in parts])
+        # A buffer that is not finite here counts as 0; `is_finite` is sent too, to count the others.
         sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(is_finite, parts, strict=True)]
         sizes = [value.numel() for value in parts]
         averaged = replicas.all_reduce_mean(torch.cat([*sent, is_finite.to(dtype)]))
         *means, share = torch.split(averaged, [*sizes, len(parts)])
         counts = (share.float() * replicas.world_size).round().tolist()  # replicas on which each buffer is finite
         for value, mean, count in zip(parts, means, counts, strict=True):
+            # Mean over all replicas -> mean over those on which the buffer is finite
             if count:
                 value.copy_(mean.view_as(value) * (replicas.world_size / count))
     return replicas.wire_bytes

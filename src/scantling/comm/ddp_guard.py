@@ -76,6 +76,7 @@ def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Mod
     ids, between = {id(param) for param in params}, set(ranks)
     is_wrapper: dict[type, bool] = {}
     found: list[nn.Module] = []
+    # No registry lists the wrappers: search all objects of the garbage collector.
     for each in gc.get_objects():
         cls = type(each)
         if cls not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
@@ -100,6 +101,7 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
     hooks = comm_hooks(wrapper)
     if any(hook in (noop_hook, _refuse) for hook in hooks):
         return Averaging.NO
+    # A custom hook may average or not.
     return Averaging.PERHAPS if hooks else Averaging.YES
 
 

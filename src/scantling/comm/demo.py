@@ -163,6 +163,7 @@ class DeMo(torch.optim.Optimizer):
             raise UserError(f"compat must be the same in all groups; given {group['compat']!r} and {known!r}")
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
+        # torch has added the group already: remove it if a check fails.
         try:
             check_real(params)
             if len(set(map(id, params))) < len(params):
@@ -190,6 +191,7 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             raise UserError("DeMo takes no closure: gradients of a loss that is computed again were not exchanged")
         for group in self.param_groups:
+            # Schedules change `lr` only: another `dense_lr` was set by the user.
             has_new_dense_lr = group["dense_lr"] != group["dense_set"]
             _check(group, checks_lr=has_new_dense_lr)
             if has_new_dense_lr:
@@ -234,6 +236,7 @@ class DeMo(torch.optim.Optimizer):
         try:
             return self.exchange.decode_momentum()
         except NonFiniteError as error:
+            # Only a GradScaler sets `found_inf`.
             if getattr(self, "found_inf", None) is None:
                 raise
             logger.warning("%s; the step is skipped, and the scaler lowers its scale", error)
@@ -247,6 +250,7 @@ class DeMo(torch.optim.Optimizer):
         states = [self.moments(param) for param, _ in pairs]
         parts = [to_local(param) for param, _ in pairs]
         masters = [part.to(_dense_dtype(part)) for part in parts]  # the tensor itself in fp32 and fp64
+        # The functional form steps local shards in fp32 or fp64; bf16 shards have a copy for it.
         adamw(
             masters,
             [value.to(part.dtype) for (_, value), part in zip(pairs, masters, strict=True)],
@@ -289,6 +293,7 @@ class DeMo(torch.optim.Optimizer):
         """
         self.exchange.slice_state(param, dim, index)
         state = self.state.get(param, {})
+        # `step` is a scalar.
         for key in MOMENTS[:2]:
             if key in state:
                 state[key] = state[key].index_select(dim, index)
@@ -297,6 +302,7 @@ class DeMo(torch.optim.Optimizer):
         """Return the state of this rank; a result that `delay` holds back is waited for."""
         self.exchange.flush()
         saved = super().state_dict()
+        # Residuals belong to one replica: loading compares its rank.
         for group in saved["param_groups"]:
             group["replica"], group["replicas"] = self.exchange.replicas.rank, self.exchange.replicas.world_size
         return saved
@@ -389,6 +395,7 @@ class DeMo(torch.optim.Optimizer):
         """Return a copy between the same processes, which shares no tensor with this one."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        # No warning: the copy uses the same process group, see below.
         made.__setstate__(copy.deepcopy({**self.__getstate__(), "_had_group": False}, memo))
         made.exchange.replicas = self.exchange.replicas
         return made
@@ -417,7 +424,9 @@ def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]
     lr = group["lr"]
     for param, value in pairs:
         part = to_local(param)
+        # (6) Decay first, so that the update itself does not decay.
         part.mul_(1.0 - lr * group["weight_decay"])
+        # (7)
         if group["update"] == "sign":
             part.add_(value.sign().to(part.dtype), alpha=-lr)
         elif group["update"] == "identity":
@@ -438,13 +447,16 @@ def _orthogonalize(value: Tensor, group: dict[str, Any]) -> Tensor:
     grid = BlockGrid(tuple(value.shape), view, rows, cols)  # one block per matrix
     x = grid.to_blocks(value)  # (matrices, rows, cols)
     is_tall = rows > cols
+    # Rows on the shorter side make the smaller Gram matrix.
     x = x.transpose(1, 2) if is_tall else x
     # Singular values of at most 1, as the iteration needs.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     with without_autocast(x.device):
         for _ in range(5):
+            # x <- (a I + b G + c G^2) x with G = x x^T moves all singular values towards 1.
             gram = x @ x.transpose(1, 2)
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    # An orthogonal matrix has entries of RMS 1 / sqrt(max(rows, cols)).
     x = (x.transpose(1, 2) if is_tall else x) * (0.2 * float(max(rows, cols)) ** 0.5)
     return grid.from_blocks(x.contiguous())
 

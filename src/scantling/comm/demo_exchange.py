@@ -72,6 +72,7 @@ class DemoExchange(GradientExchange):
         params = [param for group in inner.param_groups for param in group["params"]]
         # Clip before the exchange: a norm of the decoded momentum has no meaning for the gradients.
         self.norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        # If the norm is not finite, the exchange leaves out the gradients.
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
         inner.exchange()

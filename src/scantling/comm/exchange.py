@@ -202,9 +202,11 @@ class MomentumExchange:
             self._send_bucket(step)
         if self.config.overlap:  # when the step began, there were no gradients yet
             self.check_gradients()
+        # A group with changing members may refuse the step, on all replicas together.
         if not self.replicas.should_commit():
             self._in_flight.clear()  # without a result, nothing is subtracted from the residuals
             return None
+        # Raise only now: the other replicas need the messages of this step.
         if step.failure is not None:
             raise step.failure
         # Equations 4 and 5: with `delay`, `_begin_step` has received the previous step's result.
@@ -249,6 +251,7 @@ class MomentumExchange:
             self._in_flight.send(bucket, self.step, exchange, to_local(params[0]).device)
         except SilentPeerError as error:
             self.replicas.handle_error(error)
+            # The rest of this step only accumulates.
             step.is_due = False
 
     def _select(
@@ -307,6 +310,7 @@ class MomentumExchange:
         """Receive the result of the previous step with `delay`, and compare replicas when due."""
         (self.wire_bytes, self.nonfinite_ranks), self._flushed = self._flushed, (0, [])
         self.local_nonfinite = False
+        # Before the comparisons: the sent part must be gone from the residuals.
         previous, failure = self._receive_or_failure()
         self._failure = None
         if not self.config.delay:  # of a state that was saved with `delay`: add it to this step's result
@@ -344,6 +348,7 @@ class MomentumExchange:
 
     def _accumulate_locally(self) -> None:
         """Accumulate the gradients of an aborted step; no communication between replicas."""
+        # A dense exchange keeps no local residuals: these gradients are lost.
         if self.config.exchange == "dense":
             return
         params = self.residuals.params
@@ -367,6 +372,7 @@ class MomentumExchange:
                 f"step {self.step}: {name} on rank {mismatch.rank} differs from the other ranks. Resume from the last "
                 "checkpoint"
             )
+        # A generator: int8 residuals are decoded one at a time.
         residuals = (value for _, value in self.residuals.finite_items())
         self.replica_divergence = residual_divergence(self.replicas, residuals, self.step)
 
@@ -445,6 +451,7 @@ class MomentumExchange:
         for missing in step.missing:
             missing.discard(idx)
         with torch.no_grad():
+            # Buckets go in order, although gradients may not: all ranks must run the same collectives.
             while step.next_bucket < len(step.missing) and not step.missing[step.next_bucket]:
                 self._send_bucket(step)
 
@@ -461,6 +468,7 @@ class MomentumExchange:
         """
         if not self._in_flight:
             return
+        # Bytes and ranks of the flushed result count in the next step, which uses it.
         last = self.wire_bytes, self.nonfinite_ranks
         self.wire_bytes, self.nonfinite_ranks = 0, []
         result, self._failure = self._receive_or_failure()
@@ -532,6 +540,7 @@ class MomentumExchange:
                     f"the residuals are those of {key} {state_dict[key]}, this is {key} {own}. Every replica has its "
                     "own; for another number of replicas load what scantling.comm.merge_local_states returns"
                 )
+        # Check before the first change.
         self.residuals.check_tensors("residual", state_dict["residuals"])
         self.discard_pending()
         self.residuals.load_state_dict(state_dict["residuals"])

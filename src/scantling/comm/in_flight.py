@@ -90,11 +90,13 @@ class InFlight:
         Raises:
             Exception: the first error of an exchange, after all have ended.
         """
+        # Empty the queue first: after an error, no message of this step may be received again.
         messages, self._messages = self._messages, []
         received, errors = [], []
         for message in messages:
             try:
                 received.append((message, message.wait()))
+            # Wait for the others too: no exchange may still run when the caller handles the error.
             except Exception as error:
                 errors.append(error)
         if errors:

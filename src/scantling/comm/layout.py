@@ -144,6 +144,7 @@ def update_layout(
     if last is not None and last.key == key and not last.is_stale:
         return last
     check_groups(groups, config)
+    # Members change on all replicas together; options and shapes may change on one alone.
     has_changed = last is not None and (last.is_late or (last.key.shapes, last.key.options) != (shapes, options))
     if has_changed and replicas.world_size > 1:
         logger.warning(
@@ -151,6 +152,7 @@ def update_layout(
             "replicas. If nothing has changed on the others, they are exchanging now, and the run hangs or fails",
             *(step, replicas.rank),
         )
+    # All properties that replicas must share, by parameter: an error can name the one that differs.
     descriptions = [
         {
             "shape": tuple(param.shape),
@@ -217,6 +219,7 @@ def make_block_groups(
     block_groups: list[BlockGroup] = []
     for idx, shape in shapes.items():
         spec, grid = make_spec(shape, numels[idx], groups[idx], dense=dense)
+        # An empty shard sends nothing.
         if not grid.count:
             continue
         # Close a block group before it exceeds the limit, which bounds the temporary blocks.
@@ -226,6 +229,7 @@ def make_block_groups(
             block_groups.append(BlockGroup(spec, tuple(slots)))
             slots.clear()
         slots.append(ParamSlot(idx, grid))
+    # Dicts keep their order, so that it is the same on all replicas.
     return [*block_groups, *(BlockGroup(spec, tuple(slots)) for spec, slots in unfinished.items())]
 
 
@@ -255,6 +259,7 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
             raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
         grid = make_grid(shape, view, chunk, divide=is_paper)
         size = grid.height * grid.width
+        # The published code sends topk coefficients of a smaller block too.
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
         return BlockSpec(codec, grid.height, grid.width, True, group["transform"] == "dct", group["decay"]), grid
@@ -274,6 +279,7 @@ def choose_strategy(groups: Sequence[Group], config: ExchangeConfig, world_size:
     """Return the strategy of an exchange among this many replicas."""
     if config.exchange != "auto":
         return config.exchange
+    # The mean over senders needs the messages of all.
     if groups[0]["compat"] == "paper":
         return "all_gather"
     return cheapest_strategy(all_block_groups(make_buckets(groups, config)), world_size)
@@ -327,6 +333,7 @@ def planned_wire_bytes_per_step(groups: Sequence[Group], config: ExchangeConfig,
     sent = float(planned_wire_bytes(groups, config, world_size))
     if config.state_sync_every is not None and config.exchange != "dense" and world_size > 1:
         numel = sum(_numels(groups, config))
+        # A ring all-reduce in fp32
         sent += 2 * (world_size - 1) / world_size * 4 * numel / config.state_sync_every
     return sent / config.sync_every
 

@@ -93,6 +93,7 @@ class LocalSteps:
             )
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        # p0: replicas start from the same parameters, which the exchange checks.
         self._anchors = [to_local(param).clone() for param in self._params]
         self.steps, self.wire_bytes = 0, 0
         exchange.momentum_watch = MomentumWatch(
@@ -129,6 +130,7 @@ class LocalSteps:
         self.exchange.check_gradients()
         if (scale := grad_scale(self)) is not None:
             unscale_gradients(self._params, scale)
+        # All shards of a replica must step or skip together.
         finite = all_finite(to_local(param.grad) for param in self._params if param.grad is not None)
         if all_agree(self._params, finite):
             self.inner.step()
@@ -140,14 +142,18 @@ class LocalSteps:
             return
         for param, anchor in zip(self._params, self._anchors, strict=True):
             part = to_local(param)
+            # d = p0 - p
             moved = anchor - part
             part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
             param.grad = None
             if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
                 param.grad = as_gradient(moved, param)
+        # D = mean of d over the replicas, in each `.grad`
         self.exchange.exchange()
         self.wire_bytes = self.exchange.wire_bytes
+        # p0 <- outer step with D; the parameters are p0 here.
         self.outer.step()
+        # Pseudo-gradients must not add to the next local gradients.
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self._anchors, strict=True):
             anchor.copy_(to_local(param))
@@ -208,6 +214,7 @@ def diloco(
             "sparseloco; set the format by dense="
         )
     kept = ("params", "param_names")
+    # The role "vector" sends parameters densely, whatever their shape.
     dense_groups = [
         {key: group[key] for key in kept if key in group} | {"role": "vector"} for group in make_groups(groups, {})
     ]

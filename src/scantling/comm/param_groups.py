@@ -61,6 +61,7 @@ def make_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
         if all(name is not None for name, _ in pairs):
             group["param_names"] = [name for name, _ in pairs]
         groups.append(group)
+    # By identity: `==` compares the elements of tensors.
     seen: set[int] = set()
     for param in all_parameters(groups):
         if id(param) in seen:

@@ -33,6 +33,7 @@ class _Formats:
     queries: Quantizer | None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Wrapping belongs to the process: a copy or an unpickled model wraps the functions again in its process.
         return _formats, (self.kv_cache, self.queries)
 
 

@@ -85,6 +85,7 @@ class Calibration:
         """Yield the weights of each block, in the order in which the model uses them."""
         names = {id(module): name for name, module in self._model.named_modules()}
         blocks: dict[str, list[WeightMatrix]] = {}
+        # A Counter keeps the order of first calls, so the weights come in that order, each once.
         for matrix in dict.fromkeys(self._matrices[key] for each in self._passes for key in each.counts):
             blocks.setdefault(_block_name(self._model, names[id(matrix.modules[0])]), []).append(matrix)
         yield from blocks.values()
@@ -122,6 +123,7 @@ class Calibration:
             tokens = sum(counts[key] for key in keys)
             if tokens == 0:
                 continue
+            # several layers can share a tied weight: add up their sums, then divide by all of their tokens
             hessians[matrix.name] = torch.stack([sums[key] for key in keys if key in sums]).sum(0) / tokens
             self.tokens[matrix.name] = tokens
         return hessians
@@ -135,10 +137,12 @@ class Calibration:
             def observe(key: int, x: Tensor, calls: list[int] = calls, inputs: dict[int, Any] = inputs) -> None:
                 # in-place changes raise the version; inference tensors have none, and never count as the same
                 version = -1 - len(calls) if x.is_inference() else version_counter(x)
+                # A tensor id can be reused after the tensor dies, so the weak reference must point to the same tensor.
                 seen, before, leader = inputs.get(id(x), (None, None, key))
                 if seen is None or seen() is not x or before != version:
                     leader = key
                 inputs[id(x)] = (weakref.ref(x), version, leader)
+                # batches that disagree about the leader: the layer keeps its own Hessian
                 if self._leaders.setdefault(key, leader) != leader:
                     self._leaders[key] = key
                 calls.append(key)
@@ -170,6 +174,7 @@ class Calibration:
         except _StopForward:
             pass
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            # Out of memory is no fault of the batch.
             if "memory" in str(error):
                 raise
             raise UserError(

@@ -65,9 +65,11 @@ def gptq(
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else None
     transposed = weight.detach().t().to(start.codes.dtype)  # (in, out)
     todo = transposed.clone(memory_format=torch.contiguous_format) if order is None else transposed[order]
+    # (in, in), upper triangular; permuted like the columns
     factor = inverse_factor(hessian if order is None else hessian[order][:, order], damping).to(todo.dtype)
     size = quantizer.group_size if quantizer.granularity == "group" and quantizer.group_size else columns
     scales = start.scale.reshape(len(start.scale), -1).clone()  # (out or 1, groups)
+    # act_order mixes columns of different groups: look up each column's group by its original position
     group_of = [i // size for i in (range(columns) if order is None else order.tolist())]
     # Fresh scales need whole groups in column order, and scales that do not depend on other groups (nvfp4's do).
     fresh = quantizer.granularity == "group" and not act_order and quantizer.scales != "fp8"
@@ -114,6 +116,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         if not bool(hessian.isfinite().all()):
             raise UserError("the inputs of a layer are NaN or Inf on the calibration data")
         raise UserError(f"the Hessian of a layer is singular with damping={damping}; raise it, or give more batches")
+    # H = L L^T gives H^-1; its upper Cholesky factor U satisfies H^-1 = U^T U.
     factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return factor
 

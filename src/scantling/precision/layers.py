@@ -63,6 +63,7 @@ class LayerFormats:
         x, weight = self.input(x), self.matrix(weight)
         if self.gradients is None:
             return nn.functional.linear(x, weight, bias)
+        # The bias is added after the gradient rounding, so that its own gradient is not rounded.
         y = self.output(nn.functional.linear(x, weight))
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -117,6 +118,7 @@ class LayerFormats:
         if self.weights.granularity == "tensor" or self.weights.scales == "fp8":  # one scale spans all rows
             rounded = self.matrix(table)
             return nn.functional.embedding(indices, rounded, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+        # Each row has its own scale or its own groups: rounding only the looked-up rows gives the same values.
         by_row = self.weights if self.weights.granularity == "group" else self.weights.with_granularity("token")
         return by_row(looked_up)
 
@@ -163,6 +165,7 @@ class QuantizedLinear(RoundedWeight, nn.Linear):
     plain: ClassVar[type] = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
+        # `product` rounds both factors itself, so it gets the unrounded weight
         return self.formats.product(input, self.master_weight(), self.bias)
 
 
@@ -185,6 +188,7 @@ class QuantizedEmbeddingBag(RoundedWeight, nn.EmbeddingBag):
     plain: ClassVar[type] = nn.EmbeddingBag
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        # max_norm rescales the master rows in place, as nn.EmbeddingBag does, before the table is rounded.
         if self.max_norm is not None:
             table = self.master_weight().detach()
             torch.embedding_renorm_(table, input.contiguous(), self.max_norm, self.norm_type)
@@ -210,6 +214,7 @@ class RoundedSubclass(RoundedWeight):
     """
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # integer inputs are indices of an embedding
         x = self.formats.input(input) if input.is_floating_point() else input
         with in_forward(self):
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -220,6 +225,7 @@ class _RoundedConv1D(RoundedWeight):
     """Mixin of layers whose weight is (in, out), for the Conv1D of transformers."""
 
     def rounded_weight(self) -> Tensor:
+        # (in, out) -> (out, in), so that one scale per row is one per output, and back
         return self.formats.matrix(self.master_weight().t()).t()
 
     def __repr__(self) -> str:

@@ -101,8 +101,10 @@ class Matmul:
             gradients: quantizer of the output gradient; None leaves it unrounded.
         """
         device = x.device.type
+        # Autocast does not know these products: cast x here, so that y has the dtype of a linear layer under autocast.
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
+        # (..., k) -> (tokens, k)
         flat = x.reshape(-1, x.shape[-1])
         y = _MatmulFunction.apply(flat, matrix.t(), activations, weights, gradients, self)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], matrix.shape[1])  # type: ignore[no-any-return]
@@ -122,6 +124,7 @@ class Matmul:
         if self.name == "int8":
             y = int8_matmul(a, b).float()
         else:
+            # Codes carry no scales here: the caller multiplies the fp32 result by its row and column scales.
             one = torch.ones((), device=a.device)
             y = float8_matmul(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
         return y[:rows, :columns]
@@ -132,6 +135,7 @@ class Matmul:
             return torch.int8 if isinstance(format, IntFormat) and format.bits <= 8 else None
         if not isinstance(format, FloatFormat):
             return None
+        # e4m3 first: it has a mantissa bit more, and e5m2 is needed only for a fifth exponent bit.
         if format.exponent <= 4 and format.mantissa <= 3:
             return torch.float8_e4m3fn
         return torch.float8_e5m2 if format.exponent <= 5 and format.mantissa <= 2 else None
@@ -154,6 +158,7 @@ class _MatmulFunction(torch.autograd.Function):
         # codes (tokens, in) with scales (tokens or 1, 1); codes (out, in) with scales (out or 1, 1)
         x_codes, weight_codes = x_encoded.codes.to(dtypes[0]), weight_encoded.codes.to(dtypes[1])
         y = matmul.multiply_codes(x_codes, weight_codes.t(), formats) * x_encoded.scale * weight_encoded.scale.t()
+        # codes are saved, not values: one byte per element, and the backward pass multiplies them again
         ctx.save_for_backward(x_codes, x_encoded.scale, weight_codes, weight_encoded.scale)
         ctx.settings = formats, gradients, matmul, weight.dtype
         return y.to(x.dtype)

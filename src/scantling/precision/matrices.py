@@ -115,6 +115,7 @@ def find_layers(model: nn.Module, filter_fn: Filter | None = None) -> dict[str, 
     layers = {name: module for name, module in model.named_modules() if _has_weights(module)}
     chosen = {name: module for name, module in layers.items() if takes(name, module)}
     if filter_fn is None:
+        # A layer that shares a weight with an excluded one, such as a tied head, is excluded too.
         others = (module for name, module in layers.items() if name not in chosen)
         left_alone = {id(weight) for module in others for _, weight, _ in _weights("", module)}
         chosen = {name: each for name, each in chosen.items() if not _has_any_weight(each, left_alone)}
@@ -205,12 +206,14 @@ def _record_uses(model: nn.Module, matrices: dict[int, WeightMatrix]) -> None:
                 looked_up.add(id(parameter))
             elif id(parameter) in matrices:
                 matrices[id(parameter)].modules.append(module)
+    # a GPTQ Hessian would describe only some of the uses of a weight that is also looked up
     for key in looked_up:
         matrices[key].modules.clear()
 
 
 def _check(matrix: WeightMatrix) -> None:
     data = matrix.parameter.data
+    # DTensors and other subclasses cannot be read as one matrix
     if type(data) is not Tensor or data.is_meta:
         kind = "on the meta device" if data.is_meta else f"a {type(data).__name__}"
         raise UserError(f"{matrix.name} is {kind}; quantize the model after its weights are loaded and before sharding")

@@ -123,6 +123,7 @@ def _pack_folder(model: Any, folder: Path, weights: dict[str, QuantizedWeight]) 
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 tensor, weight = file.get_tensor(name), known.get(name)
+                # transformers may reshape a parameter in the file: pack it only if the values are equal
                 if weight is not None and _matches(tensor, weight):
                     pack(name, tensor, weight)
                 else:
@@ -234,10 +235,12 @@ def read_quantized(folder: str | Path) -> dict[str, Tensor]:
             for name in index:
                 scale = file.get_tensor(f"{name}.scale")
                 if f"{name}.scales" in names:
+                    # uint8 indices would be read as a mask
                     scale = file.get_tensor(f"{name}.scales")[scale.int()]
                 scales[name] = file.get_tensor(f"{name}.patterns"), scale
     for name, entry in index.items():
         with blame(f"{path}, as {name} in it is damaged or does not fit {TENSORS}"):
+            # pop frees the packed parts of each weight as soon as it is unpacked
             tensors[name] = _unpack(entry, *scales.pop(name))
     return tensors
 

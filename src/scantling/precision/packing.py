@@ -33,6 +33,7 @@ def to_patterns(values: Tensor, format: Format) -> Tensor:
     if isinstance(format, IntFormat):
         patterns: Tensor = values.to(torch.int32) + 2 ** (format.bits - 1)
         return patterns
+    # Sorted magnitudes; NaN patterns become inf, which no value reaches, so that searchsorted finds exact matches.
     magnitudes = _magnitudes(format).nan_to_num(torch.inf).to(values)
     indices: Tensor = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
     return indices + (values < 0) * len(magnitudes)  # the sign bit is the highest
@@ -45,7 +46,9 @@ def _magnitudes(format: Format) -> Tensor:
     pattern = torch.arange(2 ** (format.bits - 1), dtype=torch.float64)
     exponent, fraction = pattern // steps, pattern % steps
     digits = torch.where(exponent > 0, steps + fraction, fraction)  # exponent 0: subnormal values
+    # exponent field e > 0: (1 + f / steps) 2^(e - bias); e = 0: (f / steps) 2^(1 - bias)
     values: Tensor = torch.ldexp(digits, exponent.clamp(1) - bias - format.mantissa)
+    # patterns above the largest value are reserved: Inf and NaN of the IEEE formats, NaN of fp8_e4m3
     return values.where(values <= format.largest, torch.nan).float()
 
 
@@ -71,6 +74,7 @@ class PackedMatrix:
     def from_encoded(cls, encoded: Encoded, quantizer: Quantizer) -> PackedMatrix:
         """Pack the output of a quantizer for a matrix."""
         rows, columns = encoded.shape
+        # drop the zeros that fill up the last group: (rows, groups, group) -> (rows, columns)
         codes = encoded.codes if encoded.codes.ndim == 2 else join_blocks(encoded.codes, columns)
         patterns = pack(to_patterns(codes, quantizer.format).flatten(), quantizer.format.bits)
         group_size = quantizer.group_size if quantizer.granularity == "group" else None
@@ -89,6 +93,7 @@ class PackedMatrix:
         allowed = [(1, 1), (rows, 1)] if groups is None else [(rows, groups, 1)]
         if tuple(self.scale.shape) not in allowed or not self.scale.is_floating_point():
             raise UserError(f"scales of shape {tuple(self.scale.shape)} do not fit a {rows} x {columns} matrix")
+        # (bytes) -> (rows, columns) indices into the table of values
         patterns = unpack(self.patterns, rows * columns, format.bits).view(rows, columns)
         codes = format_values(format).to(self.scale.dtype)[patterns]
         if self.group_size is not None:

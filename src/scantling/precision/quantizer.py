@@ -108,6 +108,7 @@ class Quantizer:
         if size is not None:
             if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 1:
                 raise UserError(f"group_size must be an integer from 1 on; given {size!r}")
+            # frozen dataclass: __setattr__ is the only way to normalize a field
             object.__setattr__(self, "group_size", index(size))  # JSON cannot write NumPy integers
         if self.scales != "fp32" and (self.granularity != "group" or self.clip != "absmax"):
             raise UserError(f"scales={self.scales!r} need granularity='group' and clip='absmax'; given {self}")
@@ -139,6 +140,7 @@ class Quantizer:
         rest = {key: value for key, value in given.items() if key != "format"}
         if "group_size" in rest:
             rest.setdefault("granularity", "group")
+        # nvfp4 has groups of 16 in either case: here the granularity says which part shares the fp32 scale
         if given["format"] == "nvfp4" and rest.get("granularity") in ("tensor", "token"):
             granularity = rest.pop("granularity")
         named = cls._from_name(given["format"], granularity)
@@ -198,6 +200,7 @@ class Quantizer:
         Raises:
             UserError: if x has no such axis.
         """
+        # bf16 inputs are widened: a scale in bf16 would have an error of up to 0.4 %
         x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
         blocks, shared = self._blocks(x_wide, axis)  # x, or (..., groups, group) for granularity `group`
         scale = self._scale(blocks, shared)  # broadcasts over blocks
@@ -222,11 +225,13 @@ class Quantizer:
         return split_blocks(x, self.group_size or 1), (-1,)
 
     def _scale(self, blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
+        # empty tensors: amax over no values would raise
         if not blocks.numel():
             dims = {dim % blocks.ndim for dim in shared}
             return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
         largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
         if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
+            # not scaled; NaN or Inf as the scale still marks all values that share it
             return torch.ones_like(largest).where(largest.isfinite(), largest)
         if self.scales == "power2":
             return _power2_scale(largest, self.format)
@@ -242,9 +247,11 @@ class Quantizer:
         for factors in (_COARSE_RATIOS, _FINE_RATIOS):
             center = best  # the second, finer search is around the best share of the first
             for factor in factors:
+                # a share above 1 would leave the largest values of the format unused
                 ratio = (center * factor).clamp(max=1.0)
                 scale = _absmax_scale(largest * ratio, self.format)
                 new_error = (self.format.round(blocks / scale) * scale - blocks).square().sum(shared, keepdim=True)
+                # NaN errors never compare as better, so the share stays 1 and NaN survives
                 is_better = new_error < error
                 best, error = torch.where(is_better, ratio, best), torch.where(is_better, new_error, error)
         return best
@@ -329,7 +336,9 @@ def _absmax_scale(largest: Tensor, format: Format) -> Tensor:
 
 def _power2_scale(largest: Tensor, format: Format) -> Tensor:
     """Return the power-of-2 scale from the exponents of both largest values (OCP Microscaling 1.0, section 6.3)."""
+    # frexp has mantissas in [0.5, 1), hence the -1: exponent = floor(log2(largest)) - floor(log2(format's largest))
     exponent = torch.frexp(largest).exponent - 1 - floor(log2(format.largest))
+    # keep the power within the normal fp32 range
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
     return scale.where(largest.isfinite(), largest).where(largest != 0.0, 1.0)
 
@@ -343,6 +352,7 @@ def _fp8_scale(largest: Tensor, format: Format, *, by_token: bool) -> Tensor:
         by_token: True for one fp32 scale per vector of groups, False for one per tensor.
     """
     e4m3 = FloatFormat(4, 3)
+    # (..., groups, 1) -> (..., 1, 1) per token, or a scalar for the tensor
     top = largest.amax(-2, keepdim=True) if by_token else largest.max()
     outer = (top / (format.largest * e4m3.largest)).clamp(min=torch.finfo(largest.dtype).tiny)  # fp32
     inner = e4m3.round(largest / format.largest / outer).clamp(min=2.0**-9)  # the smallest positive e4m3 value

@@ -227,6 +227,7 @@ def _quantize_layers(model: nn.Module, layers: Mapping[str, nn.Module], formats:
     if formats.hardware is not None and custom:
         logger.warning("quantize_training: products of %s are simulated, since their forward pass is custom", custom)
     if formats.weights is not None:
+        # A tied weight must have the same rounded values in every layer that reads it, also in one the filter left out.
         for module in sharing_layers(model, layers.values()):
             _quantize(module, LayerFormats(weights=formats.weights))
         _set_forward_hooks(model)
@@ -244,6 +245,7 @@ def _set_forward_hooks(model: nn.Module, *, on: bool = True) -> None:
             remove_forward_hooks(module, [enter_forward, leave_forward])
         elif _contains_rounded_weights(module):
             module.register_forward_pre_hook(enter_forward)
+            # always_call: a forward pass that raises must not leave the module marked as running
             module.register_forward_hook(leave_forward, always_call=True)
 
 
@@ -285,6 +287,7 @@ def _plain_class(kind: type) -> type:
     """Return the class of a layer before quantization; a class sharded since (`fully_shard`) stays sharded."""
     if "plain" in vars(kind):
         return vars(kind)["plain"]  # type: ignore[no-any-return]
+    # `fully_shard` derives a class from the quantized one; derive the same class from the plain one instead.
     bases = tuple(_plain_class(base) if issubclass(base, nn.Module) else base for base in kind.__bases__)
     rest = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__.replace("Quantized", ""), bases, rest)

@@ -119,11 +119,13 @@ def quantize_weights(
     matrices = find_matrices(model, filter_fn)
     if filter_fn is None:
         warn_about_unquantized(model, (matrix.parameter for matrix in matrices), "quantize_weights")
+    # trace the order of calls before any weight changes
     calibrated = None if calibration is None else Calibration(model, matrices, calibration)
     _stop_rounding(model, matrices)
     records = _Records(model, quantizer)
     with records.note_progress_in_errors():
         for matrix in matrices:
+            # No statistics are needed for these: embedding tables, TT cores, or all weights without calibration.
             if calibrated is None or not matrix.modules:
                 records.quantize(matrix, quantizer.encode(matrix.read()), "rtn")
         if calibrated is None:
@@ -154,6 +156,7 @@ class _Records:
     def __init__(self, model: nn.Module, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
         self._weights: dict[str, QuantizedWeight] = vars(model).setdefault(_ATTRIBUTE, {})
+        # Weights that changed since an earlier call no longer have the recorded codes.
         for name in dict(_changed_weights(model, self._weights)):
             del self._weights[name]
         self._before = dict(self._weights)
@@ -162,6 +165,7 @@ class _Records:
         """Write the dequantized values into the parameter, and keep the codes and the errors."""
         before, packed = matrix.read().clone(), PackedMatrix.from_encoded(encoded, self._quantizer)
         matrix.write(packed.decode())
+        # read again: the write has rounded the values to the dtype of the parameter, which is part of the error
         error = torch.linalg.vector_norm(matrix.read() - before, dtype=torch.float64)
         norm = torch.linalg.vector_norm(before, dtype=torch.float64)
         for name in matrix.names:  # a tied weight may have been quantized by another name
@@ -206,6 +210,7 @@ def _warn_about_calibration(calibrated: Calibration, matrices: list[WeightMatrix
     for matrix in matrices:
         columns = matrix.parameter.shape[0 if matrix.channels_last else 1]
         tokens = calibrated.tokens.get(matrix.name, columns)
+        # fewer tokens than inputs: the Hessian is singular, and only the damping makes it invertible
         if tokens < columns:
             few.append(f"{matrix.name}: {columns} inputs, {tokens} tokens")
     if few:
@@ -251,6 +256,7 @@ def _stop_rounding(model: nn.Module, matrices: list[WeightMatrix]) -> None:
     for module in model.modules():
         formats = getattr(module, "formats", None)
         if isinstance(formats, LayerFormats) and any(id(each) in taken for each in module.parameters()):
+            # Activations may still be rounded; hardware products need formats of both factors, so they end here.
             module.formats = replace(formats, weights=None, hardware=None)  # type: ignore[assignment]
 
 

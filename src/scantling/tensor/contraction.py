@@ -91,6 +91,7 @@ class Chain:
         """Return P, K, S, Q of the step that absorbs cores first..last; the state is (outputs, rank, remaining
         inputs).
         """
+        # P: outputs so far; K: left rank times inputs of the block; S: later inputs; Q: outputs times right rank.
         before, behind = self.outputs(0, first - 1), self.inputs(last + 1, len(self.modes))
         inner = self.ranks[first] * self.inputs(first, last)
         return before, inner, behind, self.outputs(first, last) * self.ranks[last + 1]
@@ -114,6 +115,7 @@ class Lookup:
         return tuple(rows * cols for rows, cols in zip(self.row_modes, self.col_modes, strict=True))
 
     def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
+        # The digits of an id select one row of the block, so only columns and ranks are left, and S = 1.
         columns, right = prod(self.col_modes[first : last + 1]), self.ranks[last + 1]
         return prod(self.col_modes[:first]), self.ranks[first], 1, columns * right
 
@@ -137,6 +139,7 @@ class Head:
         return self.table.sizes
 
     def absorb(self, first: int, last: int) -> tuple[int, int, int, int]:
+        # Columns are contracted and rows are created: P holds the rows so far, S the remaining columns.
         rows, cols, ranks = self.table.row_modes, self.table.col_modes, self.table.ranks
         inner = ranks[first] * prod(cols[first : last + 1])
         return prod(rows[:first]), inner, prod(cols[last + 1 :]), prod(rows[first : last + 1]) * ranks[last + 1]
@@ -251,6 +254,7 @@ class _Candidates:
         # How often each cost is paid: merging once, or less if its blocks are kept; the rest once per token.
         times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.orders), num_tokens)])
         macs = (times * self.macs).sum(0)
+        # No order takes fewer multiplications than the minimum, so at least one is always allowed.
         limit = max(macs.min(), MAX_OVERHEAD * min(*macs[list(self.standard)], num_tokens * self.dense))
         return int(np.where(macs <= limit, macs + element * (times * self.elements).sum(0), np.inf).argmin())
 
@@ -270,6 +274,7 @@ def _enumerate_orders(chain: Network) -> _Candidates:
     ]
     middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
     standard = tuple(splits.index(split) for split in ((), middle, tuple(range(1, last))) if split in splits)
+    # With an activation W in full is no order, and no dense layer computes the same.
     dense = 0 if len(standard) < 3 else _dense_macs(chain)
     return _Candidates(
         orders,
@@ -320,6 +325,7 @@ def make_plan(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
         num_tokens,
         _merge_macs(chain, steps),
         num_tokens * sum(step.macs for step in steps),
+        # Core after core: a block begins at each core.
         num_tokens * sum(step.macs for step in make_steps(chain, range(1, len(chain.sizes)))),
         num_tokens * _dense_macs(chain),
     )
@@ -334,6 +340,7 @@ def rank_factors(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...
         if isinstance(tree, int):
             return
         first, middle, last = core_indices(tree)[0], core_indices(tree[1])[0], core_indices(tree)[-1]
+        # The last term of C[i, j], see the head of this file: sizes times the ranks r_{i-1}, r_k and r_j.
         factors.append((prod(chain.sizes[first : last + 1]), (first, middle, last + 1)))
         for part in tree:
             add_merges(part)
@@ -341,6 +348,7 @@ def rank_factors(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...
     for step in plan.steps:
         first, last = _block_ends(step)
         bonds = first, last + 1
+        # The multiplications P K S Q contain two ranks, left (in K) and right (in Q) of the block.
         factors.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
         add_merges(step.tree)
     return factors
@@ -423,6 +431,7 @@ def merge_block(cores: Sequence[Tensor], tree: Tree) -> Tensor:
     if isinstance(tree, int):
         return cores[tree]
     left, right = merge_block(cores, tree[0]), merge_block(cores, tree[1])
+    # (r modes, r_k) (r_k, modes' r')
     product = left.flatten(0, -2) @ right.flatten(1)
     if left.ndim == 3:  # one mode per core
         return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
@@ -455,6 +464,7 @@ def contract(
     num_tokens = x.shape[0]
     for step, block in zip(steps, blocks, strict=True):
         matrix = block.reshape(step.inner, step.width)
+        # `addmm` adds the bias to whole rows, so the last product must have the shape (tokens, out_size).
         is_last = step is steps[-1] and step.leading == 1 and step.width == out_size
         if bias is not None and is_last and multiply is torch.matmul:
             return torch.addmm(bias, x.reshape(num_tokens, step.inner), matrix)

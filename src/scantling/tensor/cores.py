@@ -74,6 +74,7 @@ def dense(cores: Sequence[Tensor]) -> Tensor:
     merged = cores[0].flatten(0, -2)  # (modes so far, r_t)
     for core in cores[1:]:
         numel = merged.shape[0] * core.shape[1:-1].numel()  # not -1: a bond may have no ranks
+        # (modes so far, r_{t-1}) (r_{t-1}, modes of core t * r_t) -> (modes so far * modes of core t, r_t)
         merged = (merged @ core.flatten(1)).reshape(numel, core.shape[-1])
     return merged.view([size for core in cores for size in core.shape[1:-1]])
 
@@ -124,6 +125,7 @@ def random_cores(
     """
     cores = []
     for i, (left, shape, right) in enumerate(zip(ranks[:-1], shapes, ranks[1:], strict=True)):
+        # In float64 on the CPU: a seed gives the same cores on every device.
         core = torch.randn(left, *shape, right, dtype=torch.float64, device="cpu", generator=generator)
         if i < center:
             core = _orthonormal(core.flatten(0, -2)).reshape(core.shape)
@@ -141,6 +143,7 @@ def _orthonormal(gaussian: Tensor) -> Tensor:
     if gaussian.shape[0] < gaussian.shape[1]:
         return _orthonormal(gaussian.t()).t()
     q, r = torch.linalg.qr(gaussian)
+    # Q is unique up to the signs of its columns; only with a positive diagonal of R is it uniformly distributed.
     signed: Tensor = q * r.diagonal().sign()
     return signed
 
@@ -161,20 +164,25 @@ def tt_svd(tensor: Tensor, shapes: Sequence[Sizes], ranks: Sequence[int] | None,
         Cores in the dtype of `tensor`. The error is at most `error` if `ranks` are None or do not bind. Otherwise it
         is at most sqrt(n - 1) times the best possible at these ranks (Oseledets, corollary 2.4).
     """
+    # torch has no SVD in half precision.
     rest = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     budget = (float(rest.norm()) * error) ** 2
     cores, values, left = [], [], 1
     for i, shape in enumerate(shapes[:-1]):
         rest = rest.reshape(left * prod(shape), -1)  # (r_{t-1} modes of core t, modes of all later cores)
         u, s, v = torch.linalg.svd(rest, full_matrices=False)
+        # Numerical rank: singular values at the level of rounding errors are noise.
         rank = max(1, int((s > s[0] * torch.finfo(s.dtype).eps).sum()))
         if ranks is not None:
             rank = min(rank, ranks[i + 1])
         if error > 0.0:
             tail = s.square().flip(0).cumsum(0).flip(0)  # tail[k]: squared error if k values are kept
+            # The fewest values whose error fits into this bond's equal share of the budget.
             rank = min(rank, max(1, int((tail > budget / (len(shapes) - 1 - i)).sum())))
+            # tail[rank] is the squared error of this bond, 0 if all values are kept.
             budget = max(0.0, budget - float(tail[rank:][:1].sum()))
         cores.append(u[:, :rank].reshape(left, *shape, rank))
+        # A zero tensor keeps one singular value of 0; the cores are divided by its root below.
         values.append(s[:rank].clamp(min=torch.finfo(s.dtype).tiny))
         rest, left = s[:rank, None] * v[:rank], rank
     cores.append(rest.reshape(left, *shapes[-1], 1))

@@ -111,6 +111,7 @@ class TTMEmbedding(TTLayer):
             generator: random generator.
         """
         norm = sqrt(self.num_embeddings * self.embedding_dim) if norm is None else norm
+        # Boxes of the table that are not padding: for each core a slice of its row mode and one of its column mode.
         valid = [
             list(zip(rows, cols, strict=True))
             for rows in boxes(self.num_embeddings, self.row_modes)
@@ -144,6 +145,7 @@ class TTMEmbedding(TTLayer):
         table = padded[: self.num_embeddings, : self.embedding_dim]
         if self.padding_idx is None:
             return table
+        # A product instead of an assignment in place, so that the padding row gets no gradient.
         mask = torch.ones(self.num_embeddings, 1, dtype=table.dtype, device=table.device)
         mask[self.padding_idx] = 0
         return table * mask
@@ -165,11 +167,13 @@ class TTMEmbedding(TTLayer):
         for step, block in zip(steps, self.blocks(steps), strict=True):
             # The block is a table (r, rows, columns, r'), which the digits of its cores index.
             last = core_indices(step.tree)[-1]
+            # The merged row modes of a block act as one mode.
             digits = ids.div(strides[last], rounding_mode="floor").remainder(block.shape[1])
             table = block.transpose(0, 1).flatten(1)  # (rows, r columns r')
             if state is None:
                 state = nn.functional.embedding(digits, table)
             else:
+                # (ids, P, r) times the selected (r, columns r') of each id -> (ids, P, columns r')
                 state = lookup_multiply(state, table, digits, step)
             state = state.view(num_ids, step.leading * block.shape[2], block.shape[3])  # (ids, columns, r')
         assert state is not None
@@ -217,16 +221,19 @@ class TTMEmbedding(TTLayer):
         self.check_input(hidden)
         x = hidden.reshape(-1, self.embedding_dim)
         x = x if self.formats is None else self.formats.input(x)
+        # (tokens, product of the column modes)
         x = nn.functional.pad(x, (0, prod(self.col_modes) - self.embedding_dim))
         steps = self._best_steps(x.shape[0], is_head=True)
         tree = steps[0].tree
         if not isinstance(tree, int) and len(core_indices(tree)) == len(self.cores):  # all cores in one block
+            # Leave out the last merge of the best order, so that the full table never exists.
             left, right = self.merged_blocks(tree)
             logits = multiply_by_rows(x, left.squeeze(0), right.squeeze(-1), max_elements)
         else:
             logits = multiply_by_blocks(x, self.blocks(steps), steps, max_elements)
         logits = logits[:, : self.num_embeddings].contiguous()  # without the padding of the row modes
         if self.padding_idx is not None:
+            # `arange` writes on the device; a copy from the host is not allowed in graph capture.
             padding = torch.arange(self.padding_idx, self.padding_idx + 1, device=logits.device)
             logits = logits.index_fill(1, padding, 0.0)
         return logits.reshape(*hidden.shape[:-1], self.num_embeddings)
@@ -290,6 +297,7 @@ class TTMEmbedding(TTLayer):
             **options,
         )
         padding = (0, prod(made.col_modes) - made.embedding_dim, 0, prod(made.row_modes) - made.num_embeddings)
+        # (row modes..., column modes...), zero in the padding
         tensor = nn.functional.pad(weight, padding).reshape(*made.row_modes, *made.col_modes)
         num_cores = len(made.row_modes)
         tensor = tensor.permute([dim for core in range(num_cores) for dim in (core, num_cores + core)])
@@ -301,6 +309,7 @@ class TTMEmbedding(TTLayer):
             allow_larger=allow_larger,
         )
         made.cores.requires_grad_(embedding.weight.requires_grad)
+        # Lookups return zeros at `padding_idx`; without it they return the loaded row.
         if made.padding_idx is not None and bool(weight[made.padding_idx].any()):
             made.padding_idx = None
         return made.train(embedding.training)
@@ -372,6 +381,7 @@ class TTMEmbeddingBag(TTMEmbedding):
         unique, inverse = unique_ids(ids, self.num_embeddings, self.capacity)
         rows = self.rows(unique)
         if inverse is None:
+            # Every id was looked up separately: id i is in row i.
             inverse = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         padding = None
         if self.padding_idx is not None:  # means exclude padding: give it a separate row

@@ -201,6 +201,7 @@ class TTLayer(nn.Module):
     def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Return merged blocks of neighboring cores, see `blocks`."""
         with without_autocast(self.chain[0].device):
+            # Compiled code must not hold tensors of earlier passes.
             if torch.compiler.is_compiling():
                 return self._merge_blocks(trees)
             if torch.is_grad_enabled() and self._merged_once is not None:
@@ -215,6 +216,7 @@ class TTLayer(nn.Module):
 
     def _merge_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in shared]
+        # Too large to keep: merge for this pass only.
         if missing and not self._can_hold(shared, trees):
             return self._merge_blocks(trees)
         with without_saving_hooks():
@@ -227,6 +229,7 @@ class TTLayer(nn.Module):
     def _merge_kept(self, kept: dict[Tree, Tensor], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in kept]
         if missing and not self._can_hold(kept, trees):
+            # Too large even without other orders: merge for this pass only.
             if not self._can_hold({}, trees):
                 return self._merge_blocks(trees)
             kept.clear()  # drop the orders of other token counts
@@ -253,6 +256,7 @@ class TTLayer(nn.Module):
                 return steps
         return orders[-1][1]
 
+    # The search depends on shapes only, and the compiler cannot trace it.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _best_orders(self, merges: Literal["once", "kept", "shared"], is_head: bool) -> Orders:
         network = self.network
@@ -261,12 +265,15 @@ class TTLayer(nn.Module):
         return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy has other cores, and its blocks would never be dropped.
         return {**self.__dict__, "_merged_once": None, "_merged_kept": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # The kept blocks have the old device and dtype.
         if self._merged_kept is not None:
             self._merged_kept = {}
+        # In half precision a gate near 1 would ignore small steps.
         for gate in self.rank_gates or ():
             gate.data = gate.data.to(torch.promote_types(gate.dtype, torch.float32))
         return self
@@ -358,6 +365,7 @@ class TTLayer(nn.Module):
                 )
             if not allow_larger:
                 logger.warning("%s; lower the rank, or keep the layer dense", text)
+        # Always a copy: the core of a chain of one shares memory with the dense weight.
         self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in cores)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:

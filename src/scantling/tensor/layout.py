@@ -42,6 +42,7 @@ def describe(model: nn.Module) -> dict[str, Entry]:
         elif isinstance(layer, TTLinear):
             entries[names[0]] = _linear_entry(layer)
         elif isinstance(layer, TTMEmbedding):
+            # A tied head has no shape of its own, so the entry of its table lists it.
             heads = [
                 head_names for head, head_names in layers.items() if isinstance(head, TTMHead) and head.table is layer
             ]
@@ -85,6 +86,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         names = [name for name in entry.get("names", [first]) if name in modules]
         if not names:
             continue
+        # Also include modules that only this model ties to the layer.
         names += [name for name in tied.get(names[0], []) if is_embedding(modules[name]) and name not in names]
         heads = {name for name in (*entry.get("heads", []), *tied.get(names[0], [])) if name in modules} - {*names}
         candidate = Candidate(modules[names[0]], names)
@@ -115,6 +117,7 @@ def _tied_modules(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _build_from_entry(candidate: Candidate, entry: Entry) -> Layer:
+    # The entry must have exactly the key of its kind of layer.
     kind = [is_linear(candidate.module), is_embedding(candidate.module), is_fused_experts(candidate.module)]
     if kind != ["in_modes" in entry, "row_modes" in entry, "up" in entry]:
         raise UserError(
@@ -141,6 +144,7 @@ def _build_unchecked(candidate: Candidate, entry: Entry) -> Layer:
         if len(layers) != len(entry[part]):
             raise UserError(f"{candidate.name} has {len(layers)} experts, its description {len(entry[part])}")
         for expert, expert_entry in zip(layers, entry[part], strict=True):
+            # All experts were built with the options of the first; each may have other modes and ranks.
             expert.in_modes, expert.out_modes = tuple(expert_entry["in_modes"]), tuple(expert_entry["out_modes"])
             _set_ranks(expert, expert_entry)
     return layer

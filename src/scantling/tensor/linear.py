@@ -114,7 +114,9 @@ class TTLinear(TTLayer):
             for cols in boxes(self.out_features, self.out_modes)
         ]
         if self.activation is not None:
+            # The mean square of f(z) is below 1; a larger norm makes up for it.
             norm /= sqrt(ACTIVATIONS[self.activation][1])
+        # The center is the bond between input and output cores, so that A and B have orthogonal rows or columns.
         drawn = random_cores(self.mode_shapes(), self.ranks, norm, valid, len(self.in_modes), generator=generator)
         if self.activation is not None:
             _scale_outputs_only(drawn, len(self.in_modes))
@@ -155,6 +157,7 @@ class TTLinear(TTLayer):
         """
         if self.activation is not None:
             raise UserError(f"this layer has no dense weight: {self.activation} is between its cores")
+        # (input modes..., output modes...) -> (padded inputs, padded outputs)
         padded = dense(self.gated_cores()).reshape(prod(self.in_modes), prod(self.out_modes))
         return padded[: self.in_features, : self.out_features].t()
 
@@ -257,6 +260,7 @@ class TTLinear(TTLayer):
                 "and other kinds of layers"
             )
         weight = linear.weight.detach()
+        # On the meta device: only modes and maximum ranks matter, since the cores are replaced below.
         made = cls(
             linear.in_features,
             linear.out_features,
@@ -268,6 +272,7 @@ class TTLinear(TTLayer):
             device="meta",
             dtype=weight.dtype,
         )
+        # W, (in, out), with zeros in the padding -> (input modes..., output modes...)
         padding = (0, prod(made.out_modes) - linear.out_features, 0, prod(made.in_modes) - linear.in_features)
         made._set_closest_cores(
             nn.functional.pad(weight.t(), padding).reshape(*made.in_modes, *made.out_modes),
@@ -317,7 +322,9 @@ def _modes(size: int, num_modes: int, modes: Sequence[int] | None, name: str) ->
 
 def _scale_outputs_only(cores: list[Tensor], num_inputs: int) -> None:
     """Turn the input cores into isometries and move their scale to the output cores, so that x A is as large as x."""
+    # All cores are isometries times the same factor, see `random_cores`.
     first = cores[0].flatten(0, -2)
     factor = float(first.norm()) / sqrt(min(first.shape))
     for i, core in enumerate(cores):
+        # The norm of W stays the same: the output cores share the scale that the input cores lose.
         core.mul_(1.0 / factor if i < num_inputs else factor ** (num_inputs / (len(cores) - num_inputs)))

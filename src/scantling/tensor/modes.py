@@ -51,6 +51,7 @@ def split(size: int, num_modes: int) -> tuple[int, ...]:
 
     def score(modes: tuple[int, ...]) -> tuple[float, int]:
         padded = prod(modes)
+        # Parameters, then padding, then the fixed cost of any padding; ties go to the least padding.
         return sum(modes) / ideal + _PADDING_PRICE * padded / size + _COPY_PRICE * (padded > size), padded
 
     return min(_candidates(size, num_modes, size), key=score)
@@ -72,6 +73,7 @@ def _candidates(size: int, num_modes: int, largest: int) -> Iterator[tuple[int, 
     root = size ** (1.0 / num_modes)
     # The largest mode is at least the root; more than twice the root is never the best.
     for mode in range(max(1, int(root)), min(largest, int(2 * root) + 1) + 1):
+        # Round up, so that the product reaches `size`; no later mode is larger, so that no split comes twice.
         for rest in _candidates(-(-size // mode), num_modes - 1, mode):
             yield (mode, *rest)
 
@@ -83,6 +85,7 @@ def positive_ints(values: Any) -> tuple[int, ...] | None:
         integers = tuple(index(value) for value in given)
     except TypeError:
         return None
+    # `index` accepts bools, since they are integers.
     return None if any(isinstance(value, bool) or value < 1 for value in given) else integers
 
 
@@ -130,6 +133,7 @@ def boxes(size: int, modes: Sequence[int]) -> list[tuple[slice, ...]]:
     size_digits = digits(size, modes)
     disjoint = []
     for i, digit in enumerate(size_digits):
+        # No digit is below 0, so that box would be empty.
         if digit:
             fixed = tuple(slice(before, before + 1) for before in size_digits[:i])
             free = tuple(slice(0, mode) for mode in modes[i + 1 :])

@@ -148,6 +148,7 @@ class RankBudget:
         self.check_finite()
         threshold = self._options.threshold
         margin = _MARGIN * threshold
+        # The weight would be 0 if one of its bonds had no active rank.
         for gate in self.rank_gates:
             if len(gate) and not bool((gate > threshold).any()):
                 gate[gate.argmax()] = margin
@@ -157,6 +158,7 @@ class RankBudget:
         if scores is None:
             scores = torch.cat(list(self.contributions()))
         before = self._flat_gates().to(cpu) > threshold
+        # On the CPU: the search takes many small steps, each of which depends on values of the last.
         active = select_ranks(
             self._polynomial_at,
             before,
@@ -167,6 +169,7 @@ class RankBudget:
             num_bonds=len(self.rank_gates),
             is_fixed=self._options.unit != "flops",
         )
+        # Only ranks that change get a new gate; other gates keep their trained values.
         lengths = [len(gate) for gate in self.rank_gates]
         masks = (torch.split(mask, lengths) for mask in (active & ~before, before & ~active))
         for gate, activated, pruned in zip(self.rank_gates, *masks, strict=True):
@@ -196,15 +199,18 @@ class RankBudget:
             # Gram matrices (r, r) of the chain before (lefts[t]) and after (rights[t]) bond t, without the gate of
             # bond t.
             for core, gate in zip(cores, gates, strict=False):
+                # (r, r) (r, modes r') -> (r modes, r'), then with the core again -> (r', r')
                 half = (left @ core.flatten(1)).view(core.shape[0] * core.shape[1], core.shape[2])
                 lefts.append(core.flatten(0, 1).t() @ half)
                 left = lefts[-1] * gate * gate[:, None]
+            # From the right: each core comes with the gate on its right bond, the last core without one.
             for core, gate in zip(cores[:0:-1], [torch.ones(()), *gates[:0:-1]], strict=True):
                 gated = core * gate
                 right = gated.flatten(1) @ (gated @ right).flatten(1).t()
                 rights.insert(0, right)
             total = (left * rights[-1]).sum().clamp(min=1e-30)  # |W|^2
             for before, after, gate in zip(lefts, rights, layer.rank_gates, strict=True):
+                # Share of rank j: lefts[j, j] * d_j^2 * rights[j, j] / |W|^2
                 values = gate.detach().float().clamp(min=threshold)
                 yield before.diagonal() * after.diagonal() * values.square() / total
 
@@ -230,6 +236,7 @@ class RankBudget:
     def _active_ranks(self) -> Tensor:
         """Return the active ranks of the bonds, float64; all bonds of a layer have 0 if one has."""
         active = self._sum_per_bond((self._flat_gates().detach() > self._options.threshold).double())
+        # 0 if a bond of the layer has no active rank, since its whole weight is 0 then.
         alive = active.new_ones(len(self._layers)).scatter_reduce(0, self._layer_of, active.clamp(max=1.0), "amin")
         return active * alive[self._layer_of]
 
@@ -246,6 +253,7 @@ class RankBudget:
         first = 0
         for layer in self._layers.values():
             own = tuple(islice(inner, len(layer.cores) - 1))
+            # A layer with a bond of rank 0 costs nothing.
             if all(own):
                 terms += self._uses[layer].flop_terms(layer, (layer.ranks[0], *own, layer.ranks[-1]), first)
             first += len(own)
@@ -257,6 +265,7 @@ class RankBudget:
         if options.unit == "flops":
             return self._uses[layer].flop_terms(layer, layer.ranks, first)
         terms = parameter_terms(layer.sizes, first)
+        # With ranks of 0 all terms are 0 in any unit, and `byte_terms` does not accept such ranks.
         if options.unit == "parameters" or not all(layer.ranks):
             return terms
         if core_bytes is None:

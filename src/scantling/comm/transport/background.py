@@ -35,12 +35,14 @@ class Task(Generic[Result]):
         self._future: Future[Result] = Future()
         self._ready: torch.cuda.Event | None = None
         self._done: torch.cuda.Event | None = None
+        # The inputs are complete after the work that is queued on the current stream.
         if device.type == "cuda":
             self._ready = torch.cuda.current_stream(device).record_event()
 
     def run(self, stream: Any) -> None:
         """Run the task, on a stream that waits for the work that was queued when the task was made."""
         try:
+            # Grad mode is local to a thread.
             with torch.no_grad():
                 if self._ready is None:
                     found = self._work()
@@ -50,6 +52,7 @@ class Task(Generic[Result]):
                         found = self._work()
                         self._done = stream.record_event()
             self._future.set_result(found)
+        # The waiting thread raises it; this one goes on with the next task.
         except BaseException as error:
             self._future.set_exception(error)
 
@@ -60,9 +63,11 @@ class Task(Generic[Result]):
             tensors: yields the tensors of the result, which the current stream uses next.
         """
         found = self._future.result()
+        # The current stream waits, not the host.
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._done)
+            # The allocator must not reuse this memory before the current stream has read it.
             for tensor in tensors(found):
                 tensor.record_stream(stream)
         return found
@@ -77,10 +82,12 @@ class Background:
     def __init__(self) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
+        # Before the start: the thread removes itself when it ends.
         _running[thread] = self._tasks
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # runs before the handlers that were registered until now
         thread.start()
+        # Not at exit, where `_end_all` ends the thread and waits for it.
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], device: torch.device) -> Task[Result]:
@@ -102,6 +109,7 @@ def _run(tasks: Tasks) -> None:
     streams: dict[torch.device, Any] = {}
     while (task := tasks.get()) is not None:
         device = task._device
+        # One side stream per device: exchanges run next to training, but in order.
         if device.type == "cuda" and device not in streams:
             streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         task.run(streams.get(device))
@@ -110,6 +118,7 @@ def _run(tasks: Tasks) -> None:
 
 
 def _end_all() -> None:
+    # A copy of the items: ending threads remove themselves.
     for thread, tasks in list(_running.items()):
         tasks.put(None)
         thread.join(WAIT_S)

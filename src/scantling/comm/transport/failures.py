@@ -40,6 +40,7 @@ def name_silent_ranks(group: Any = None) -> Iterator[None]:
     except SilentPeerError:
         raise
     except RuntimeError as error:
+        # Other errors, such as wrong shapes, pass unchanged.
         if not dist.is_initialized() or not _SIGNS.search(str(error)):
             raise
         raise SilentPeerError(_describe(error, group)) from error
@@ -90,5 +91,6 @@ def _poll_store(wait_s: float, group: Any, result: list[list[int]]) -> None:
         record_failure()
         while silent and time.monotonic() < until:
             silent = [rank for rank in silent if not store.check([f"scantling/failed/{rank}"])]
+            # Publish every round: the store may stop answering in the next one.
             result[:] = [silent]
             time.sleep(0.1)

@@ -72,6 +72,7 @@ class ReplicaGroup:
         if self.world_size == 1:
             return ReplicaGroup(self.group)
         ranks = dist.get_process_group_ranks(self.group)
+        # Local synchronization: processes outside of this group do not take part.
         return ReplicaGroup(dist.new_group(ranks, timeout=_timeout(self.group), use_local_synchronization=True))
 
     @property
@@ -114,6 +115,7 @@ class ReplicaGroup:
         """
         if self.world_size == 1:
             return [message]
+        # (world_size, n)
         whole = message.new_empty(self.world_size, message.numel())
         self._all_gather(whole.view(-1), message.contiguous())
         self.wire_bytes += (self.world_size - 1) * message.nbytes
@@ -127,6 +129,7 @@ class ReplicaGroup:
         """
         if self.world_size == 1:
             return list(messages)
+        # (world_size, n): row j goes to rank j.
         whole = torch.stack(list(messages))
         found = torch.empty_like(whole)
         self._all_to_all(found.view(-1), whole.view(-1))
@@ -160,6 +163,7 @@ class ReplicaGroup:
         if self.world_size == 1:
             return [list(texts)]
         own = json.dumps(list(texts)).encode()
+        # Lengths first: an all-gather needs messages of equal length.
         lengths = [int(each) for each in self.all_gather(torch.tensor([len(own)], device=device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -175,6 +179,7 @@ class ReplicaGroup:
         return True
 
     def _has_group(self) -> bool:
+        # A default group may appear later. One that disappears is an error.
         if dist.is_initialized():
             self._had_group = True
         elif self._had_group:
@@ -232,6 +237,7 @@ def _warn_of_timeout(own: timedelta | None, usual: timedelta | None) -> None:
 def _timeout(group: Any) -> timedelta | None:
     """Return the timeout of a group; None if it is unknown."""
     group = dist.group.WORLD if group is None else group
+    # Timeouts are set for each backend, and a group may lack one.
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
             return group_timeout(group, torch.device(device))

@@ -28,6 +28,7 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
     if cast.stride() != part.stride():
         cast = torch.empty_like(part).copy_(cast)
     if isinstance(param, DTensor):
+        # Shape and stride are given: they cannot be inferred from an uneven shard.
         return DTensor.from_local(
             cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
@@ -72,6 +73,7 @@ def all_finite(values: Iterable[Tensor]) -> bool:
     Larger sums would become Inf in a mean or when they are rounded to a message format.
     """
     filled = [value for value in values if value.numel() and value.is_floating_point()]
+    # A finite sum of squares in fp32 implies both; only if it overflows, the sum of magnitudes decides.
     return _norms_at_most(filled, 2, float("inf")) or _norms_at_most(filled, 1, torch.finfo(torch.bfloat16).max)
 
 
@@ -92,8 +94,10 @@ def all_agree(params: Iterable[Tensor], value: bool) -> bool:
     Raises:
         SilentPeerError: a process does not answer.
     """
+    # Meshes in the order of the parameters: all processes run the same collectives.
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
         found = torch.tensor([float(value)], device=mesh.device_type)
+        # A minimum over one dim after the other is the minimum over the mesh.
         for group in mesh.get_all_groups():
             with name_silent_ranks(group):
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=group)

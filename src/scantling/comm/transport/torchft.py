@@ -92,6 +92,7 @@ class TorchFTGroup(ReplicaGroup):
 
     @property
     def generation(self) -> int:
+        # torchft makes another group object for other members.
         group = self._group()
         if group is not self._last:
             self._last = group
@@ -164,4 +165,5 @@ def _load_shared_state(part: Any, state: dict[str, Any]) -> None:
         part.load_state_dict(state)
         return
     part.load_shared_state_dict(state)
+    # Residuals of another replica would be applied twice.
     part.load_local_state_dict({"world_size": None, "rank": None, "residuals": {}})

@@ -42,6 +42,7 @@ def open_bins(section: DataSection, *, seq_len: int) -> tuple[list[MappedArray],
     last = train[-1]
     held = max(1, round(section.heldout * windows)) * seq_len
     begin = (len(last) - held) // seq_len * seq_len
+    # A single file must keep tokens to train on; of several files, all of the last one may be held out.
     if begin <= 0 and (len(train) == 1 or held > len(last)):
         raise UserError(
             f"data.bin: cannot hold {held} tokens out of the last file, which has {len(last)}; name held-out files in "

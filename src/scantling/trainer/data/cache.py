@@ -56,11 +56,13 @@ class Cache:
             UserError: the cache cannot be written, or whatever `make` raises.
         """
         path = self.root / kind / key
+        # Complete entries never change, so readers need no lock.
         if (entry := _complete_entry(path)) is not None:
             return entry
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.parent / f"{key}.lock"):
+                # Another process may have created the entry while this one waited: look again under the lock.
                 return _complete_entry(path) or _make(path, make)
         except OSError as error:
             raise self._refusal(error) from error
@@ -89,18 +91,23 @@ def _complete_entry(path: Path) -> Entry | None:
 def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
     """Create and publish the entry. The caller holds its lock, so an existing entry is incomplete and is removed."""
     aside = path.with_name(f"{path.name}.tmp")
+    # A killed process leaves the temporary folder behind; the lock proves that nobody uses it.
     for old in (aside, path):
         remove_folder(old)
     aside.mkdir()
     try:
         meta = make(aside)
+        # List the files before `meta.json` exists, which would need to contain its own size.
         meta["files"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
         (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        # Data reaches the disk before the name: a crash cannot leave a named entry with missing data.
         for file in [*aside.iterdir(), aside]:
             fsync(file)
+        # Renaming is atomic; the fsync of the parent makes the new name durable.
         os.rename(aside, path)
         fsync(path.parent)
     except BaseException:
+        # Also for KeyboardInterrupt: half an entry must not remain.
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Entry(path, meta)
@@ -108,7 +115,9 @@ def _make(path: Path, make: Callable[[Path], dict[str, Any]]) -> Entry:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    # The kernel releases a `flock` of a killed process; a soft lock would remain.
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    # Try without waiting first, only to tell the user why nothing happens.
     try:
         acquired = lock.acquire(blocking=False)
     except Timeout:

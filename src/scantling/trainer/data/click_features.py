@@ -190,6 +190,7 @@ def fit_features(
         for index, name in enumerate(categorical):
             if name in counts:
                 counts[name].add(part.keys[:, index])
+    # Check before `result`: a column without values has a count of 0, a constant one a deviation of 0.
     for names, changing in ((numeric, moments.varies), (categorical, varies)):
         for name, several in zip(names, changing, strict=True):
             if not several:

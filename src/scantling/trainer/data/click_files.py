@@ -221,6 +221,7 @@ class _Encoder:
         rows, split = len(label), len(names.numeric)
         numbers = np.empty((rows, split), dtype=np.float32)
         for index, name in enumerate(names.numeric):
+            # Overflow to infinity is an error below, with its location.
             with np.errstate(over="ignore"):
                 numbers[:, index] = _parse_numbers(features[index], name, part.where)
             bad = np.flatnonzero(np.isinf(numbers[:, index]))

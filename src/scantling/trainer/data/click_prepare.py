@@ -110,6 +110,7 @@ def _split(rows: int, held: int, seed: int, folder: Path) -> Sequence[int] | Any
     if not held:
         return range(rows)
     order = permutation(rows, key64("heldout", seed))
+    # Ascending row numbers make reads of the mapped file sequential while fitting.
     write_array(folder / "heldout", np.sort(order[:held]).astype("<i8"))
     train = np.sort(order[held:]).astype("<i8")
     write_array(folder / "train", train)

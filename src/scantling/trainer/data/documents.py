@@ -128,6 +128,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
             if piece.pair is not None:
                 data = _encode(piece.pair, piece.where)
                 size += len(data)
+                # UTF-8 never has the byte 0xFF, so text and pair cannot run into each other.
                 digest.update(b"\xff" + data)
                 blank = blank and not piece.pair.strip()
             if not piece.last:
@@ -138,6 +139,7 @@ def _write_scan(source: Source, stamp: Any, folder: Path, progress: Progress) ->
                 if len(label_ids) > MAX_LABELS:
                     raise UserError(f"{piece.where}: more than {MAX_LABELS} labels; is it the label column?")
             bits = digest.digest()
+            # repr keeps a missing label (None) apart from the label "None".
             content.update(bits + repr(piece.label).encode(errors="backslashreplace"))
             digests.append(int.from_bytes(bits[:8], "little"))
             sizes.append(0 if blank else size)

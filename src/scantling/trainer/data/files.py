@@ -66,14 +66,17 @@ def expand(paths: str | Sequence[str], key: str, endings: Sequence[str] | None =
         else:
             siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
             raise UserError(with_hint(f"{key}: file not found: {given}", path.name, siblings))
+    # A file that several globs match counts once, at its first position.
     return list(dict.fromkeys(expanded))
 
 
 def _files_in(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
+        # Changing the list stops `os.walk` from entering hidden folders.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(place, name)
+            # a.txt.gz counts as a.txt
             plain = path.stem if path.suffix.lower() in PACKED else name
             if plain.lower().endswith(endings) and not name.startswith(".") and path.is_file():
                 yield path
@@ -108,6 +111,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: corrupt {path.suffix[1:]} file: {error}") from None
     except OSError as error:
+        # bz2 raises OSError without errno for corrupt data; errors of the system have one.
         packed = opener is not None and error.errno is None
         what = f"{path}: corrupt {path.suffix[1:]} file: {error}" if packed else f"cannot read {path}: {error.strerror}"
         raise UserError(what) from None
@@ -121,7 +125,10 @@ def read_text(path: Path) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
+    # The incremental decoder keeps the bytes of a character that two chunks share.
+    # The empty last chunk reports a character that the file does not complete.
     for chunk in chain(read_chunks(path), [b""]):
+        # Offsets in the error start at the kept bytes, which came before this chunk.
         pending = len(decoder.getstate()[0])
         try:
             text = decoder.decode(chunk, final=not chunk)
@@ -144,6 +151,7 @@ def read_lines(path: Path) -> Iterator[str]:
     parts: list[str] = []
     for text in read_text(path):
         head, newline, tail = text.partition("\n")
+        # Join a line that spans several chunks only once, at its end.
         parts.append(head + newline)
         if sum(map(len, parts)) > MAX_LINE:
             raise UserError(f"{path}: a line is longer than {MAX_LINE} characters; is this the right kind of file?")
@@ -151,6 +159,7 @@ def read_lines(path: Path) -> Iterator[str]:
             continue
         yield "".join(parts)
         lines = tail.split("\n")
+        # The last part has no newline yet; it continues in the next chunk.
         parts = [lines.pop()]
         for line in lines:
             yield line + "\n"

@@ -126,6 +126,7 @@ class Digits(ImageSource):
                 "data.images: the digits come with scikit-learn, which is not here; pip install 'scantling[vision]'"
             ) from None
         data = load_digits()
+        # 17 shades, 0 to 16 -> 0 to 255
         shades = np.rint(data.images * (255 / 16)).astype(np.uint8)
         for number, (pixels, label) in enumerate(zip(shades, data.target, strict=True), 1):
             yield Picture(Image.fromarray(pixels), str(label), f"{DIGITS}, image {number}")
@@ -256,6 +257,7 @@ def to_pixels(picture: Picture, shape: tuple[int, int, int]) -> npt.NDArray[np.u
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image, dtype=np.uint8)
+    # (height, width) -> (1, height, width), or (height, width, 3) -> (3, height, width)
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 

@@ -80,9 +80,11 @@ class _Keys:
     slices: list[slice]
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        # The sampler counts the samples that were returned. Workers run ahead of it, so they get a copy.
         sampler = self.sampler.copy()
         while True:
             batch = sampler.next_batch()
+            # The keys are those of the global batch; each rank keeps its own slices, without communication.
             keys = list(zip(batch.epochs.tolist(), batch.indices.tolist(), strict=True))
             for part in self.slices:
                 yield keys[part]
@@ -120,6 +122,7 @@ class BatchSource:
         if sampler.batch_size % world_size:
             raise ValueError(f"{world_size} processes cannot share a batch of {sampler.batch_size} evenly")
         share = sampler.batch_size // world_size
+        # Micro-batches never cross the end of this rank's share; the last one may be smaller.
         cuts = range(rank * share, (rank + 1) * share, micro_batch_size)
         self._slices = [slice(begin, min(begin + micro_batch_size, (rank + 1) * share)) for begin in cuts]
         self._dataset, self._collate, self._sampler = dataset, collate, sampler
@@ -133,10 +136,12 @@ class BatchSource:
 
     def next_step(self) -> list[Batch]:
         """Return this process's micro-batches of the next optimizer step."""
+        # Iterators are created late, so that `load_state_dict` can still move the sampler.
         if self._batches is None:
             keys = _Keys(self._sampler, self._slices)
             self._batches = _load(self._dataset, self._collate, keys, workers=self._workers, pin_memory=self._pin)
         batches = [next(self._batches) for _ in self._slices]
+        # Count samples only after all micro-batches exist: a failing worker leaves the position unchanged.
         self._sampler.skip(self._sampler.batch_size)
         return batches
 
@@ -176,9 +181,11 @@ def _begin_worker(worker: int) -> None:
     from the parent must: at exit, the parent ends the remaining workers and waits for them.
     """
     parent = multiprocessing.parent_process()
+    # The kernel kills the worker even if the parent gets SIGKILL and cannot clean up.
     if sys.platform == "linux" and parent is not None and parent.pid == os.getppid():  # not under a fork server
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # While SIGTERM is blocked, one thread waits for it and can read the sender's pid.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parents = {os.getppid(), os.getppid() if parent is None else parent.pid}
@@ -208,6 +215,7 @@ def _load_here(dataset: Dataset, collate: Collate, keys: Any, *, pin_memory: boo
 def evenly_spaced(size: int, most: int | None) -> npt.NDArray[np.int64]:
     """Return at most `most` of the indices 0 .. size-1, spread evenly; all if None."""
     count = size if most is None else min(most, size)
+    # Multiply before dividing: integers stay exact.
     return np.arange(count) * size // count
 
 
@@ -232,6 +240,7 @@ def eval_batches(
         max_samples: use at most this many samples, spread evenly over the dataset.
         workers: processes that make batches.
     """
+    # Subsample before sharding, so that the samples do not depend on the number of processes.
     indices = evenly_spaced(len(dataset), max_samples)[rank::world_size].tolist()
     parts = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
     keys = [[(EVALUATION, index) for index in part] for part in parts]

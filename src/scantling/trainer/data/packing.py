@@ -35,8 +35,10 @@ class WindowDataset:
 
     def __init__(self, streams: Sequence[MappedArray], *, length: int, stride: int, partial: bool) -> None:
         self.streams, self.length, self.stride = list(streams), length, stride
+        # A window shares its last `overlap` tokens with the next window.
         overlap = length - stride
         if partial:
+            # ceil((tokens - overlap) / stride)
             counts = [max(0, -(-(len(stream) - overlap) // stride)) for stream in self.streams]
         else:
             counts = [max(0, (len(stream) - overlap) // stride) for stream in self.streams]
@@ -49,10 +51,12 @@ class WindowDataset:
         """Return the tokens of window `index`, of shape (length,), or shorter for a partial window."""
         if not 0 <= index < len(self):
             raise IndexError(index)
+        # A stream without windows ends where the stream before it ends; side="right" skips it.
         stream = int(np.searchsorted(self._ends, index, side="right"))
         if stream:
             index -= int(self._ends[stream - 1])
         begin = index * self.stride
+        # int64, because embedding layers of PyTorch do not take uint16 or uint32 ids.
         window: npt.NDArray[np.int64] = self.streams[stream][begin : begin + self.length].astype(np.int64)
         return window
 
@@ -82,6 +86,8 @@ def document_positions(windows: npt.NDArray[np.int64], start_id: int) -> npt.NDA
     Returns:
         Positions, (batch, seq_len). transformers limits attention to each run of consecutive positions.
     """
+    # (seq_len,) -> (batch, seq_len), without a copy
     positions = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
+    # The running maximum is the start of the current document at each position.
     begins = np.where(windows == start_id, positions, 0)
     return positions - np.maximum.accumulate(begins, axis=1)

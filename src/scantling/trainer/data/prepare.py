@@ -84,16 +84,20 @@ def prepare(
     source, held_source = training_source(section), validation_source(section)
     scan_result = scan(source, cache, progress)
     share, max_bytes, held_by = 0.0 if held_source is not None else section.heldout, section.max_bytes, "files"
+    # A stream of one document cannot be split by document: hold out its end instead.
     if share and not pairs:
         used = split(scan_result, heldout=0.0, max_bytes=max_bytes, seed=seed, name=source.name)
         if (parts := split_document(source, scan_result, used, share)) is not None:
             (source, held_source), share, max_bytes, held_by = parts, 0.0, None, "end of the document"
+            # Scan again: sizes and digests are now those of the document without its end.
             scan_result = scan(source, cache, progress)
     sides = split(scan_result, heldout=share, max_bytes=max_bytes, seed=seed, name=source.name)
+    # Check the labels before the tokenizer is trained and applied, which takes much longer.
     labels = label_set(section, scan_result, sides, source.name) if pairs and labeled else [] if pairs else None
     tokenizer = _tokenizer(section, source, scan_result, sides, cache, progress, wrap=wrap)
     tokenizer.require(needs[0], *needs[1])
     marks = NO_MARKS if pairs else window_marks(tokenizer) if wrap else document_marks(tokenizer)
+    # Without marks, documents would run into each other in the stream.
     if not pairs and marks == NO_MARKS:
         tokenizer.require("packing documents", "eos")
     maker = _Maker(tokenizer, labels, marks, cache, progress)
@@ -107,6 +111,7 @@ def prepare(
         held_entry, held_meta = maker.entry(held_source, held_scan, assign_all(held_scan, HELDOUT))
         heldout = open_store(held_entry, "heldout", held_meta)
         content = fingerprint([entry.name, held_entry.name])
+        # Equal digests mean equal documents, so texts need not be compared.
         num_seen = int(np.isin(held_scan.digests[held_scan.sizes > 0], scan_result.digests[sides == TRAIN]).sum())
         if num_seen:
             logger.warning(
@@ -155,6 +160,7 @@ def label_set(section: DataSection, scan_result: Scan, sides: Sides, name: str) 
     else:
         used = np.unique(scan_result.labels[sides == TRAIN])
         labels = [scan_result.label_names[index] for index in used if index >= 0]
+        # Labels that are all integers sort by value: 10 follows 9.
         numbers = all(label.removeprefix("-").isascii() and label.removeprefix("-").isdigit() for label in labels)
         labels.sort(key=int if numbers else None)
         held = np.unique(scan_result.labels[sides == HELDOUT])
@@ -190,6 +196,7 @@ class _Maker:
     progress: Progress
 
     def entry(self, source: Source, scan_result: Scan, sides: Sides) -> tuple[Path, dict[str, Any]]:
+        # The key covers content, split, tokenizer, labels and marks, but not paths: moved files reuse the entry.
         sources = [scan_result.content, fingerprint_array(sides), self.tokenizer.fingerprint]
         facts = ["tokens", FORMAT, *sources, self.labels, astuple(self.marks)]
         entry = self.cache.get(
@@ -198,6 +205,7 @@ class _Maker:
         return entry.path, entry.meta
 
     def _write(self, source: Source, scan_result: Scan, sides: Sides, folder: Path) -> dict[str, Any]:
+        # Ids below 2^16 fit into two bytes, which halves the disk space.
         dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         pairs = self.labels is not None
         label_ids = {label: number for number, label in enumerate(self.labels or [])}
@@ -212,6 +220,7 @@ class _Maker:
             for batch in _batches(source, sides):
                 self._encode(batch, writers, sides, label_ids)
                 self.progress.advance(sum(len((piece.text + (piece.pair or "")).encode()) for _, piece in batch))
+        # The files may have changed while they were read: check before the entry is published.
         refuse_changed(source.name, scan_result.stamp, source.stamp())
         sizes = {NAMES[side]: int(scan_result.sizes[sides == side].sum()) for side in (TRAIN, HELDOUT)}
         return {"dtype": dtype, "pairs": pairs, "bytes": sizes}
@@ -223,10 +232,12 @@ class _Maker:
         sides: Sides,
         label_ids: dict[str, int],
     ) -> None:
+        # One call for first and second texts, so that the library can encode all of them in parallel.
         texts = [piece.text for _, piece in batch]
         seconds = [piece.pair for _, piece in batch if piece.pair is not None]
         ids = self.tokenizer.encode_batch([*texts, *seconds])
         pair_ids = iter(ids[len(texts) :])
+        # `ids` continues with the second texts: stop at the end of the batch.
         for (document, piece), text_ids in zip(batch, ids, strict=False):
             writer = writers[int(sides[document])]
             if self.labels is None:
@@ -268,12 +279,14 @@ def _batches(source: Source, sides: Sides) -> Iterator[list[tuple[int, Piece]]]:
     batch: list[tuple[int, Piece]] = []
     chars = document = 0
     for piece in source.pieces():
+        # More documents than the scan has seen: make the numbers differ, for the error below.
         if document == len(sides):
             document += 1
             break
         if sides[document] != UNUSED:
             batch.append((document, piece))
             chars += len(piece.text) + len(piece.pair or "")
+        # Only the last piece of a document moves on to the next document.
         document += piece.last
         if chars >= ENCODE_CHARS or len(batch) >= ENCODE_PIECES:
             yield batch

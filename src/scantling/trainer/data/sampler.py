@@ -58,6 +58,7 @@ class Sampler:
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the samples of an epoch in order, (num_samples,)."""
+        # Each epoch's order costs one sort of all indices: keep the current one.
         if self._order is None or self._order[0] != epoch:
             order = permutation(self.num_samples, key64("epoch", self.seed, epoch))
             self._order = epoch, order if self.lengths is None else self._bucketed(order, epoch)
@@ -75,7 +76,10 @@ class Sampler:
             count = min(BUCKET_BATCHES, num_batches - first)
             window = slice(begin + first * size, begin + (first + count) * size)
             group = order[window]
+            # The stable sort keeps the shuffled order among equal lengths.
+            # (count * size,) -> (count, size)
             batches = group[np.argsort(self.lengths[group], kind="stable")].reshape(count, size)
+            # Shuffle whole batches, so that training does not go from short to long samples.
             result[window] = batches[permutation(count, key64("bucket", self.seed, epoch, number))].ravel()
         return result
 
@@ -83,6 +87,7 @@ class Sampler:
         """Return the next global batch."""
         epochs, indices = [], []
         remaining = self.batch_size
+        # A batch that reaches the end of an epoch takes its other samples from the next epoch.
         while remaining:
             part = self.order(self._epoch)[self._index : self._index + remaining]
             epochs.append(np.full(len(part), self._epoch, dtype=np.int64))

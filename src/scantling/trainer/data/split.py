@@ -47,7 +47,10 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
     sides = assign_all(scan, TRAIN)
     if max_bytes is not None:
         used = np.flatnonzero(sides == TRAIN)
+        # The order does not depend on the seed: another split keeps the same documents.
+        # A larger budget only adds documents to those of a smaller one.
         used = used[np.argsort(mix64(scan.digests[used], key64("max_bytes")), kind="stable")]
+        # Number of documents whose cumulative size is at most `max_bytes`.
         fits = int(np.searchsorted(np.cumsum(scan.sizes[used]), max_bytes, side="right"))
         sides[used[max(1, fits) :]] = UNUSED
     if heldout > 0:
@@ -70,12 +73,14 @@ def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name:
 
 def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.NDArray[np.bool_]:
     """Return the documents to hold out: groups of identical ones, in hash order, each if it still fits."""
+    # Hash each distinct content once: copies of a document share its position in the order.
     groups, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
     target = math.ceil(share * len(digests))
     order = np.argsort(mix64(groups, key64("heldout", seed)), kind="stable")
     if len(groups) == 1:
         return np.zeros(len(digests), dtype=bool)
     chosen = np.zeros(len(groups), dtype=bool)
+    # Leave at least the smallest group for training.
     remaining = min(target, len(digests) - int(counts.min()))
     # greedy: a group of identical documents that is too large for the remaining share is skipped
     for group in order:
@@ -87,6 +92,7 @@ def _held_out(digests: npt.NDArray[np.uint64], share: float, seed: int) -> npt.N
     # every group exceeds the share: hold out the smallest one
     if not chosen.any():
         chosen[order[np.argmin(counts[order])]] = True
+    # (groups,) -> (documents,)
     return chosen[members]
 
 
@@ -103,6 +109,7 @@ def split_document(source: Source, scan: Scan, sides: Sides, share: float) -> tu
     if len(used) != 1:
         return None
     document, size = int(used[0]), int(scan.sizes[used[0]])
+    # `sizes` counts bytes of UTF-8, so `cut` is a byte position.
     cut = size - math.ceil(share * size)
     if not 0 < cut < size:
         return None
@@ -118,6 +125,7 @@ class _Part(Source):
         self.name = f"{source.name} ({'the end' if is_end else 'without its end'})"
         self.size = size - cut if is_end else cut
         self._source, self._document, self._cut, self._is_end = source, document, cut, is_end
+        # Look for the end of a line or word within a tenth of the held-out part.
         self._near = (size - cut) // 10
 
     def stamp(self) -> Any:
@@ -127,6 +135,7 @@ class _Part(Source):
         document = position = 0
         for piece in self._source.pieces():
             if document == self._document:
+                # Both parts compute the same index in each piece, so the text has no gap or overlap between them.
                 index = self._cut_index(piece.text, self._cut - position)
                 position += len(piece.text.encode())
                 text = piece.text[index:] if self._is_end else piece.text[:index]
@@ -135,9 +144,12 @@ class _Part(Source):
 
     def _cut_index(self, text: str, remaining: int) -> int:
         """Return the index in a piece at which the document is split, `remaining` bytes after the piece begins."""
+        # errors="ignore" drops a character that the byte position splits.
         index = len(text.encode()[: max(0, remaining)].decode(errors="ignore"))
+        # The cut is before or after this piece.
         if not 0 < index < len(text):
             return index
+        # Prefer a newline to a space, even a more distant one.
         for mark in "\n ":
             before = text.rfind(mark, max(0, index - self._near), index) + 1
             after = text.find(mark, index, index + self._near) + 1

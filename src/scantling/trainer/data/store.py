@@ -29,6 +29,7 @@ class MappedArray:
     """
 
     def __init__(self, path: Path, dtype: str, start: int = 0, count: int | None = None) -> None:
+        # Little-endian on every machine, so that a file of ids means the same everywhere.
         self.path, self.dtype, self.start = path, np.dtype(dtype).newbyteorder("<"), start
         self.count = path.stat().st_size // self.dtype.itemsize - start if count is None else count
         self._map: npt.NDArray[Any] | None = None
@@ -48,6 +49,7 @@ class MappedArray:
         return self._map[index]
 
     def __getstate__(self) -> dict[str, Any]:
+        # Workers map the file themselves; pickling an open map would copy its content.
         return self.__dict__ | {"_map": None}
 
 
@@ -138,6 +140,7 @@ class StoreWriter:
 
     def add_text(self, ids: Tokens, *, last: bool) -> None:
         """Append a piece of a document of a stream."""
+        # A document may arrive in several pieces; only the first piece is preceded by marks.
         if not self._is_open:
             self._append(self._marks.begin if self._position else self._marks.first)
         self._append(ids)

@@ -116,6 +116,7 @@ def csv_rows(
             raise UserError(f"{path}: no header line with the names of the columns")
         yield 1, header
         for values in reader:
+            # A value in quotes can contain newlines: a row begins on the line after the last row's end.
             line, begin = begin, reader.line_num + 1
             if not values:
                 continue

@@ -51,6 +51,7 @@ def _named_ids(content: dict[str, Any]) -> Iterable[Any]:
     tokens = content.get("added_tokens_decoder")
     for key in tokens if isinstance(tokens, dict) else ():
         if key.isascii() and key.isdigit():
+            # Truncate first: int() raises for thousands of digits, and 20 are beyond any limit.
             yield int(key[:20])
 
 

@@ -257,6 +257,7 @@ class FastTokenizer(Tokenizer):
     ) -> None:
         from tokenizers import Tokenizer as Backend
 
+        # Copy the backend: the settings below must not change the caller's tokenizer.
         self._backend = Backend.from_str(backend.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -340,6 +341,7 @@ class FastTokenizer(Tokenizer):
 
     def _template(self, texts: int) -> Template:
         """Return the special tokens that the tokenizer's own post-processor adds."""
+        # Encode a sample text; tokens that belong to no text are the special tokens around it.
         text = self._any_text()
         encoding = self._backend.encode(text, text if texts == 2 else None, add_special_tokens=True)
         parts: list[list[int]] = [[] for _ in range(texts + 1)]

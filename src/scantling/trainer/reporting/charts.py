@@ -181,7 +181,9 @@ def rank_chart(run: Run) -> str | None:
     last = int(run.steps[-1])
     edges = np.unique(np.linspace(run.ranks[0][0] - 1, last, _RANK_CELLS + 1).astype(int))
     changes = [step for step, _ in run.ranks]
+    # ranks at the end of each cell: the last change at or before it
     at = [run.ranks[max(0, bisect_right(changes, edge) - 1)][1] for edge in edges[1:]]
+    # (layers, cells)
     shares = np.array(
         [
             [_mean_inner_rank(ranks[name]) / max(1, _mean_inner_rank(run.ranks[0][1][name])) for ranks in at]
@@ -191,6 +193,7 @@ def rank_chart(run: Run) -> str | None:
 
     def draw(axes: Axes) -> None:
         for row, (name, values) in enumerate(zip(names, shares, strict=True)):
+            # merge neighboring cells of equal rank into one span, so that the file stays small
             starts = [0, *(np.flatnonzero(np.diff(values)) + 1), len(values)]
             spans = [(edges[a], edges[b] - edges[a]) for a, b in itertools.pairwise(starts)]
             colors = [_RANK_COLORS(0.08 + 0.8 * values[a]) for a in starts[:-1]]
@@ -216,6 +219,7 @@ def fit_chart(fit: Fit) -> str:
         fit: fit of any law.
     """
     measured = fit.runs["loss"]
+    # residuals are log(predicted / measured)
     predicted = measured * np.exp(fit.residuals)
     sizes = np.unique(fit.runs["N"])
     groups = np.array_split(sizes, min(len(sizes), len(COLORS)))
@@ -263,8 +267,10 @@ def smooth(values: Column) -> Column:
     block = max(1, len(values) // _SMOOTH_BLOCKS)
     finite = np.isfinite(values)
     starts = np.arange(0, len(values), block)
+    # (steps) -> (blocks): sums and counts of each block
     total = np.add.reduceat(np.where(finite, values, 0.0), starts)
     count = np.add.reduceat(finite.astype(float), starts)
+    # an odd width keeps the window centered
     width = 2 * (len(starts) // 50) + 1
     middle = slice(width // 2, width // 2 + len(starts))
     # moving sums of values and of counts; their ratio is the mean of the finite values
@@ -408,6 +414,7 @@ def _extremes(y: Column) -> NDArray[np.intp]:
     if len(y) <= _MAX_POINTS:
         return np.arange(len(y))
     starts = np.linspace(0, len(y), _MAX_POINTS // 2 + 1).astype(int)
+    # NaN becomes inf, so that argmin never chooses it unless the whole bucket is NaN
     parts = (np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), -y, np.inf))
     buckets = list(itertools.pairwise(starts))
     chosen = [start + int(part[start:end].argmin()) for start, end in buckets for part in parts]

@@ -250,6 +250,7 @@ def _plan_cell(run: Run, key: str, show: Callable[[float | None], str]) -> PlanC
 def _tokens_per_step(run: Run) -> float | None:
     tokens = run.column("tokens")
     with np.errstate(over="ignore", invalid="ignore"):
+        # tokens are cumulative: if the first record is not step 1, the tokens before it are unknown
         steps = np.diff(tokens, prepend=0.0) if run.steps[0] == 1 else np.diff(tokens)
         return finite_or_none(float(np.median(steps))) if len(steps) else None
 

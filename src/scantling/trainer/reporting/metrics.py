@@ -113,6 +113,7 @@ class Metrics:
             if key not in self._columns:
                 if not any(value is not None for value in values):
                     continue
+                # steps before the first value of this key have NaN
                 self._columns[key] = array("d", np.full(before, np.nan).tobytes())
             self._columns[key].frombytes(_to_floats(values).tobytes())
         self._pending = []
@@ -131,6 +132,7 @@ class Metrics:
             self._pending.pop()
         count = bisect_left(self._steps, step)
         del self._steps[count:]
+        # records that are still pending are earlier than this step, and so is everything in the columns
         if not self._pending:
             for column in self._columns.values():
                 del column[count:]
@@ -161,6 +163,7 @@ class Metrics:
         Times are medians after the first tenth of the steps. `train_loss` is the mean over the last
         `train_loss_steps` steps: ten, or all of a shorter run. `last_step_loss` is the loss of the last step only.
         """
+        # skip the first tenth: warmup, compilation and caches make early steps slow
         settled = slice(len(self) // 10, None)
         constant = {key: self.last.get(key) for key in _CONSTANT}
         evaluated = bisect_left(self._steps, self._evaluated[-1]) if self._evaluated else None
@@ -187,6 +190,7 @@ class Metrics:
 
 def _to_floats(values: list[Any]) -> Column:
     """Return the values as floats; NaN for everything that is not a finite number."""
+    # the fast check covers ordinary records; huge integers and other types go one by one
     if not {type(value) for value in values} <= {float, int, type(None)} or any(
         type(value) is int and abs(value) >= _MAX_STEP for value in values
     ):

@@ -117,6 +117,7 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
     """
     parts = [path.resolve().parts for path in paths]
     distinct = list(names)
+    # lengthen the end of the path by one folder at a time, until it tells the runs apart
     for length in range(1, max(map(len, parts), default=0) + 1):
         paths_by_name: dict[str, set[tuple[str, ...]]] = {}
         for name, part in zip(distinct, parts, strict=True):

@@ -96,6 +96,7 @@ def render_svg(name: str, description: str, draw: Callable[[Axes], None], *, hei
         draw: function that draws on empty axes.
         height: height in inches; all charts have the same width.
     """
+    # matplotlib's salt makes ids equal from run to run
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
         # with text kept as text, the reader's fonts supply glyphs that this font lacks
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -113,6 +114,7 @@ def _inline(text: str, name: str, description: str) -> str:
     """Return an SVG file as an HTML element: scaled to its box, with a description and unique ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # keep ids that are referenced, prefixed with the chart's name: ids of several charts share one page
     used = set(re.findall(r"""(?:href="#|url\(#)([^")]+)""", text))
     text = re.sub(r' id="([^"]+)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", text)
     text = re.sub(r"""(href="#|url\(#)""", rf"\g<1>{name}-", text)

@@ -140,9 +140,11 @@ def main(run_dir: str, settings: str) -> int:
     """Run the missing evaluations and store each as soon as it is done."""
     folder = RunDir(Path(run_dir))
     try:
+        # the lock keeps a training or another evaluation of this run from writing at the same time
         folder.lock()
         for name, given in missing_evaluations(folder.path, json.loads(settings)).items():
             metrics = EVALUATIONS[name].evaluate(folder.path, given)
+            # read the file again: each evaluation adds to those already stored
             write_json(folder.after, {**_stored(folder.path), name: {"given": given, "metrics": metrics}})
     except ScantlingError as error:
         print(f"scantling: error: {error}", file=sys.stderr)

@@ -88,6 +88,7 @@ def expand_sweep(sweep: Sweep, base: Mapping[str, Any], source: str = "sweep") -
         except UserError as error:
             problems = [Fault("", str(error))]
         else:
+            # Different combinations can give the same recipe; the first one names the run.
             cases.setdefault(case.key, case)
             continue
         for fault in problems:
@@ -164,6 +165,7 @@ def _make_case(
     key = hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:16]
     all_keys = Recipe.model_validate(content).model_dump(mode="json")
     values = {key: given[key] if key in given else _get_path(all_keys, key.split(".")) for key in sweep.keys}
+    # planning builds the model, which is slow: runs with the same sections and batch share the result
     shape = f"{recipe.model_dump_json(include={'model', 'data', 'tensor', 'precision'})} {recipe.batch_size}"
     if shape not in sizes:
         sizes[shape] = planned_size(recipe)

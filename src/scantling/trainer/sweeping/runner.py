@@ -130,6 +130,7 @@ class SweepRunner:
         rows = {}
         for case in self.grid:
             folder, row = self._folder(case), table.get(case.key)
+            # a table row that says done counts even without its folder; otherwise the folder decides
             old = row if row is not None and row["state"] == "done" else done_row(case, folder) or row
             if old is not None:
                 fresh = make_row(case, folder, old["state"])
@@ -208,6 +209,7 @@ class SweepRunner:
                         self.callback.message("stopping: each run saves after its current step")
                         _signal(running)
                     while queue and len(running) < self.jobs:
+                        # the lowest free slot: with a GPU per job, no two running jobs share one
                         slot = min({*range(self.jobs)} - {job.slot for job in running})
                         running += self._start(queue.pop(0), slot)
                     for job in [job for job in running if job.process.poll() is not None]:
@@ -234,6 +236,7 @@ class SweepRunner:
             self._busy.append(case)
             self.callback.message(f"{case.label}: skipped, {error}")
             return []
+        # Only a check: the child locks the folder itself, which it cannot while we hold the lock.
         run_dir.unlock()
         if row is not None and row["state"] == "done":
             return self._evaluate(case, row, slot)
@@ -344,6 +347,7 @@ def _failure_cause(job: _Job, code: int) -> str:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}, see {job.log}"
     with open(job.log, "rb") as file:
+        # the log may hold output of earlier attempts: read only that of this process
         file.seek(job.log_offset)
         lines = file.read().decode("utf-8", "replace").strip().splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith("scantling: error")), len(lines) - 1)
@@ -356,6 +360,7 @@ def _last_record(metrics: Path) -> dict[str, Any] | None:
     try:
         with open(metrics, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            # the part after the last newline is still being written
             lines = file.read().split(b"\n")[:-1]
         return dict(json.loads(lines[-1])) if lines else None
     except (OSError, ValueError):

@@ -43,6 +43,7 @@ def read_table(path: Path) -> dict[str, Row]:
     if not {*RESULT_COLUMNS, *_TRAILING_COLUMNS} <= set(header):
         raise UserError(f"{path} is not the table of a sweep; set the sweep's key table to another file")
     for number, row in enumerate(rows, start=1):
+        # DictReader puts extra cells under the key None, and None into missing ones
         if None in row or None in row.values():
             raise UserError(
                 f"row {number} of {path} has a different number of cells than the header: it was cut or edited. Fix or "

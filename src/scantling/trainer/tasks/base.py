@@ -249,6 +249,8 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         logits: (..., num_classes).
         labels: (...), -100 for no target.
     """
+    # fp32 logits: a sum over thousands of targets is too coarse in bf16.
+    # (..., num_classes) -> (targets, num_classes)
     return F.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )

@@ -72,6 +72,7 @@ def bag_accuracy(
         for at in range(0, len(bags), BATCH):
             part = shuffled[at : at + BATCH]
             batch = _Bags([bags[index] for index in part])
+            # Gradient of the cross entropy with respect to the logits: softmax - one-hot, (documents, labels).
             error = softmax(batch.scores(weights, bias), axis=1)
             error[np.arange(len(part)), targets[part]] -= 1
             error /= len(part)
@@ -106,6 +107,7 @@ def class_mean_accuracy(train: ImageSet, heldout: ImageSet, *, num_labels: int, 
         means[label] += pixels.ravel()
         counts[label] += 1
     means /= np.maximum(counts, 1)[:, None]
+    # A class without training images is never the closest.
     squares = np.where(counts > 0, np.einsum("cp,cp->c", means, means), np.inf)
     correct, step = 0, max(1, PIXELS // prod(train.shape))
     for at in range(0, len(heldout), step):
@@ -142,5 +144,6 @@ class _Bags:
         """Return the features that occur, (rows,), and the gradient of their weights, (rows, labels)."""
         rows, inverse = np.unique(self._features, return_inverse=True)
         gradient = np.zeros((len(rows), error.shape[1]))
+        # (documents, labels) -> (features of all documents, labels) -> (rows, labels)
         np.add.at(gradient, inverse, (error * self._scale)[self._documents])
         return rows, gradient

@@ -42,6 +42,7 @@ class ShiftedWindows:
 
     def __call__(self, examples: list[Numbered]) -> Batch:
         windows = [window for _, _, window in examples]
+        # Partial windows are padded with id 0; their labels there are -100, so the id does not matter.
         inputs = pad_rows([window[:-1] for window in windows], 0)
         labels = pad_rows([window[1:] for window in windows], IGNORED)
         tokens = targets = sum(len(window) - 1 for window in windows)

@@ -172,4 +172,5 @@ def auc(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float | None:
     if not clicks or not non_clicks:
         return None
     ranks = float(rankdata(scores)[positive].sum())
+    # U = R - n(n + 1) / 2 for the rank sum R of n clicks; AUC = U / (n * non_clicks)
     return (ranks - clicks * (clicks + 1) / 2) / (clicks * non_clicks)

@@ -58,6 +58,7 @@ class PixelBatches:
         down, right, side = uniform(np.arange(3), key64("image", self.seed, epoch, index))
         if self.flip and side < 0.5:
             pixels = pixels[:, :, ::-1]
+        # A draw below 1 gives an integer shift from 0 to 2 * shift; the middle is no shift.
         begins = [int(draw * (2 * self.shift + 1)) for draw in (down, right)]
         around = np.pad(pixels, ((0, 0), (self.shift, self.shift), (self.shift, self.shift)))
         _, height, width = pixels.shape

@@ -153,6 +153,7 @@ class Seq2Seq(Task):
             batch.inputs["attention_mask"] = torch.ones_like(batch.labels)
             longest = target_length(data)
         else:
+            # An upper bound: special tokens in the input only make windows, and so targets, shorter.
             spans = _spans(data)
             _, longest = spans.lengths(spans.window(data.seq_len, target_length(data)))
         labels = torch.zeros((batch_size, longest), dtype=torch.long)

@@ -68,11 +68,14 @@ class Spans:
             The input and the target.
         """
         hidden, spans = self.counts(len(window))
+        # Separate keys, so that the lengths of kept and of hidden parts are independent.
         kept_lengths = _random_lengths(len(window) - hidden, spans, key64("kept", *key))
         hidden_lengths = _random_lengths(hidden, spans, key64("hidden", *key))
+        # kept, hidden, kept, hidden, ...: (spans, 2) -> (2 * spans,)
         ends = np.cumsum(np.stack([kept_lengths, hidden_lengths], axis=1).ravel())
         parts = np.split(window, ends[:-1])
         marks = np.split(sentinels[:spans], spans)
+        # The input has a sentinel after each kept part, the target one before each hidden part.
         inputs = [piece for part, mark in zip(parts[0::2], marks, strict=True) for piece in (part, mark)]
         targets = [piece for mark, part in zip(marks, parts[1::2], strict=True) for piece in (mark, part)]
         return np.concatenate(inputs), np.concatenate([*targets, np.array([end], dtype=np.int64)])
@@ -80,5 +83,6 @@ class Spans:
 
 def _random_lengths(total: int, parts: int, key: int) -> Tokens:
     """Return random lengths of at least 1 that sum to `total`, (parts,); with `total` 0, one part may be empty."""
+    # parts - 1 distinct cuts out of 1 .. total - 1: all compositions are equally likely.
     cuts = np.sort(permutation(max(total - 1, 0), key)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]])).astype(np.int64)
