@@ -264,7 +264,9 @@ class Started:
     def send_signal(self, number: int) -> None:
         for process in self._processes:
             if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, number)
+                # The fork server can reap a process that was killed before its exit code arrives here.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

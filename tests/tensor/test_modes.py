@@ -42,7 +42,7 @@ def test_split_of_known_sizes(size: int, num_modes: int, modes: tuple[int, ...])
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_boxes_cover_each_valid_index_once(modes: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, prod(modes)))
-    held = [digits for box in boxes(size, modes) for digits in product(*(range(s.start, s.stop) for s in box))]
+    held = [entry for box in boxes(size, modes) for entry in product(*(range(s.start, s.stop) for s in box))]
     assert sorted(held) == [digits(index, modes) for index in range(size)]
 
 
