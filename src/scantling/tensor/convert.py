@@ -182,6 +182,7 @@ def _select(
             selected.append((candidate, layer))
     if not selected:
         raise UserError(_nothing_to_replace(model, candidates, refused, larger))
+    # The empty name is the model itself, which has no parent to replace it in.
     if selected[0][0].name == "":
         raise UserError(f"the model is itself a {type(model).__name__}; use from_dense of the TT layer instead")
     for pattern in layer_filter.unused_patterns():

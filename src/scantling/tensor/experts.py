@@ -42,6 +42,7 @@ def expert_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
     """Yield one projection of each expert as a linear layer without bias that shares its memory."""
     for weight in experts.get_parameter(name):
         matrix = weight.t() if experts.is_transposed else weight
+        # On the meta device: its weight is replaced by a view.
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(matrix.detach(), requires_grad=weight.requires_grad)
         yield linear.train(experts.training)
@@ -89,6 +90,7 @@ class TTExperts(nn.Module):
             (tokens, width).
         """
         result = torch.zeros_like(hidden)
+        # Only selected experts are computed; reading their indices synchronizes a GPU.
         for expert in torch.unique(expert_idx).tolist():
             if expert >= self.num_experts:
                 continue
@@ -103,6 +105,7 @@ class TTExperts(nn.Module):
 
     def to_dense(self) -> nn.Module:
         """Return a module of the replaced class; it shares everything except the projections with this one."""
+        # The constructor needs the model's configuration and allocates weights.
         experts: nn.Module = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(experts)
         _share_members(self, experts, without=("up", "down"))

@@ -39,6 +39,7 @@ class Importance:
         self._index = {id(gate): i for i, gate in enumerate(rank_gates)}
 
     def __getstate__(self) -> dict[str, Any]:
+        # The ids of parameters are not valid in a copy.
         return {**self.__dict__, "_index": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,6 +100,7 @@ class Importance:
         if pending is not None:
             self._pending[i] = pending[index]
         if self._squares is not None:
+            # The gate is not sliced yet, so its length is still that of its part.
             parts = list(torch.split(self._squares, [len(gate) for gate in self._gates]))
             parts[i] = parts[i][index]
             self._squares = torch.cat(parts)

@@ -39,6 +39,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, build: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> LazyWeight:
+        # One expanded element has the shape without the memory.
         made: LazyWeight = make_subclass(cls, like.detach().new_empty(()).expand(shape), like.requires_grad)
         made._build = build
         return made
@@ -49,6 +50,7 @@ class LazyWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # `.data` stays lazy: writes into a built matrix would be lost silently.
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             (weight,) = args
             return cls(weight._build, tuple(weight.shape), weight._empty())
@@ -63,6 +65,7 @@ class LazyWeight(Tensor):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # A copy cannot follow the cores, so it becomes a plain tensor.
         return self._build().detach().clone().requires_grad_(self.requires_grad)
 
     def _empty(self) -> Tensor:
@@ -78,6 +81,7 @@ def _is_write(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__setitem__") or kwargs.get("out") is not None:
         return True
+    # `__iadd__` writes, but `__invert__` does not.
     if name.startswith("__"):
         return name.startswith("__i") and name.removeprefix("__i") in _IN_PLACE
     return name.endswith("_")

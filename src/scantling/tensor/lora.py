@@ -55,6 +55,7 @@ class LoraTTMEmbedding(_TTAdapter, Embedding):  # type: ignore[misc]
         return module.num_embeddings, module.embedding_dim
 
     def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        # peft's own method reads further settings of `nn.Embedding`, which a TT table does not have.
         return nn.functional.embedding(input, weight, padding_idx=_base_layer(self).padding_idx)
 
 

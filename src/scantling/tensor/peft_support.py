@@ -64,6 +64,7 @@ class _PeftImportHook(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "peft":
             return None
+        # `importlib.util.find_spec` would call this hook again.
         finders = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)

@@ -111,6 +111,7 @@ class TTQuantizer(HfQuantizer):  # type: ignore[misc]
         for layer, names in find_tt_layers(model).items():
             for name, parameter in layer.named_parameters():
                 freeze_if_empty(parameter)
+                # transformers marks parameters that it has loaded.
                 if getattr(parameter, "_is_hf_initialized", False):
                     continue
                 if not isinstance(layer, TTMHead):
@@ -296,6 +297,7 @@ def _registered_classes(config: dict[str, Any]) -> list[Any]:
 def _guard_name(model: Any, layers: dict[str, Entry]) -> str:
     """Return the name of a replaced dense weight, in the base model if possible, since all architectures share it."""
     prefix = f"{model.base_model_prefix}."
+    # Linear layers and tables before experts, the base model before the rest, then by name.
     first = min(layers, key=lambda name: ("up" in layers[name], not name.startswith(prefix), name))
     return f"{first}.down_proj" if "up" in layers[first] else f"{first}.weight"
 
@@ -313,6 +315,7 @@ def _local_names(model: Any) -> Callable[[str], str]:
     own = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
     def local_name(name: str) -> str:
+        # The same model, then the base of the saved model, then a model around it.
         return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in own), name)
 
     return local_name

@@ -93,6 +93,7 @@ class RankAdapter:
                     f"another RankAdapter is attached to '{name}'; call its finish() or detach() before this one"
                 )
         self.step = 0
+        # `weight` is lazy, so its size costs nothing.
         self._dense_numel = sum(layer.weight.numel() for layer in self.layers.values())
         # If anything below fails, layers without gates must have none again.
         ungated = [layer for layer in self.layers.values() if layer.rank_gates is None]
@@ -107,6 +108,7 @@ class RankAdapter:
             for layer in ungated:
                 layer.rank_gates = None
             raise
+        # Weak references, so that a dropped adapter does not block a new one.
         _OWNERS.update({layer: weakref.ref(self) for layer in self.layers.values()})
         self._last_size = self._schedule.initial
         self._detector = StepDetector(self._budget, self._schedule.importance)
@@ -243,6 +245,7 @@ class RankAdapter:
         removed = before - sum(map(len, self._budget.rank_gates))
         if removed:
             self._refresh()
+        # Slicing is not an optimizer step.
         self._detector.sync_versions()
         return removed
 
@@ -252,6 +255,7 @@ class RankAdapter:
 
         Truncate first. Build a new optimizer afterwards: the old state belongs to cores with separate rank gates.
         """
+        # `size` needs the gates, so keep its last value.
         self._last_size = self.size()
         for layer in self.layers.values():
             layer.fold_gates()

@@ -57,6 +57,7 @@ def select_ranks(
 
     def score_per_cost(mask: Tensor) -> tuple[SizePolynomial, Tensor]:
         """Return the size polynomial near the ranks of a mask, and the score per cost of each rank there."""
+        # A bond of rank 0 would make the costs of its neighbors 0.
         ranks = _count(mask, bond_of, num_bonds).clamp(min=1.0)
         polynomial = polynomial_at(ranks)
         return polynomial, scores / polynomial.derivatives(ranks)[bond_of].clamp(min=1e-30)
@@ -115,6 +116,7 @@ def select_nearest(
     if is_pruning:
         # The best rank of each bond stays; exactly one in case of ties.
         by_value = value.masked_fill(~active, -torch.inf).argsort(descending=True, stable=True)
+        # The stable sort keeps the order by value within each bond.
         by_bond = by_value[bond_of[by_value].argsort(stable=True)]
         is_first = torch.ones_like(active)
         is_first[1:] = bond_of[by_bond][1:] != bond_of[by_bond][:-1]
@@ -164,6 +166,7 @@ def _exchange(
             best, best_error = move, error
     for bond, change in best or []:
         eligible = (bond_of == bond) & (~active if change > 0 else active)
+        # Activate the most valuable rank that is pruned, or prune the least valuable one that is active.
         values = value.masked_fill(~eligible, -change * torch.inf)
         active[values.argmax() if change > 0 else values.argmin()] = change > 0
     return best is not None

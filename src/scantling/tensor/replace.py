@@ -179,6 +179,7 @@ def _draw_cores(layer: Any, norm: float) -> None:
         if norm == 0.0:
             layer.cores[-1].zero_()  # the gradient of this core is not 0
         elif getattr(layer, "padding_idx", None) is not None:
+            # Lookups leave out the padding row, so the other rows alone must have the norm.
             factor = (norm / float(_norm_without_padding(layer, norm))) ** (1.0 / len(layer.cores))
             for core in layer.cores:
                 core.mul_(factor)
@@ -186,6 +187,7 @@ def _draw_cores(layer: Any, norm: float) -> None:
 
 def _norm_without_padding(table: TTMEmbedding, norm: float) -> float:
     """Return the norm of the table without the padding row, if all rows together have the given norm."""
+    # Lookups return zeros at `padding_idx`, so unset it to read the values of the cores.
     padding, table.padding_idx = table.padding_idx, None
     row = table.rows(torch.tensor([padding], device=table.cores[0].device))
     table.padding_idx = padding
@@ -247,6 +249,7 @@ def restore_dense_layers(model: nn.Module) -> None:
             )
         if isinstance(layer, TTLinear) and layer.activation is not None:
             raise UserError(f"'{name}' has no dense weight, because {layer.activation} is between its cores")
+    # Build all dense layers before the model changes.
     dense_layers = {layer: build_dense(layer) for layer in names if not isinstance(layer, TTMHead)}
     for head in names:
         if isinstance(head, TTMHead):  # tied to the dense embedding that replaces its table

@@ -110,6 +110,7 @@ def log_errors(reports: Sequence[LayerReport]) -> None:
 
 def warn_if_trained(candidates: Sequence[Candidate], *, has_svd: bool) -> None:
     """Warn if new random TT layers replace weights that were loaded or trained."""
+    # The marks of transformers are certain, the singular values are a guess.
     trained = [candidate.name for candidate in candidates if any(_is_loaded(weight) for weight in candidate.weights)]
     if not trained:
         trained = [
@@ -144,12 +145,14 @@ def _looks_trained(weight: Tensor) -> bool:
     matrix = weight.detach().flatten(0, -2)
     strides = [max(1, size // _SAMPLE) for size in matrix.shape]
     matrix = matrix[:: strides[0], :: strides[1]][:_SAMPLE, :_SAMPLE].float()
+    # The bound of a random matrix holds for large ones only.
     if min(matrix.shape) < 8:
         return False
     rms = float(matrix.square().mean().sqrt())
     if not isfinite(rms):
         return False
     # Subspace iteration with 4 probes: (columns, 4).
+    # A separate generator, so that the check does not change the user's random numbers.
     probes = torch.randn(matrix.shape[1], 4, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(4):
         probes = matrix.t() @ (matrix @ torch.linalg.qr(probes).Q)

@@ -49,6 +49,7 @@ def resize_table(table: TTMEmbedding, num_embeddings: int, *, mean: bool = True)
     if table.padding_idx is not None and table.padding_idx >= size:
         table.padding_idx = None
     origin = getattr(table, "origin", None)
+    # `densify` builds its embedding with this index.
     if origin is not None and origin.padding_idx is not None and origin.padding_idx >= size:
         object.__setattr__(table, "origin", dataclasses.replace(origin, padding_idx=None))
 

@@ -147,6 +147,7 @@ class Schedule(nn.Module):
             self._final_mask = self._active_mask()
             self.is_held.fill_(True)
         for gate, is_active in zip(self._budget.rank_gates, self._final_mask, strict=True):
+            # Keep a distance from the threshold, which the next optimizer step could cross otherwise.
             value = torch.where(is_active, gate.clamp(min=2.0 * self.options.threshold), _PRUNED)
             gate.copy_(torch.where(gate.isnan(), gate, value))  # keep NaN visible
 
@@ -218,6 +219,7 @@ class ImportanceSchedule(Schedule):
         if importance is None:
             return None
         contributions = torch.cat(list(self._budget.contributions())).to(importance.dtype)
+        # Without any importance the contributions decide alone.
         mean = importance.mean()
         return importance + torch.where(mean > 0.0, _TIE_BREAK * mean, 1.0) * contributions
 
@@ -265,12 +267,15 @@ class PaperSchedule(Schedule):
         # Everything is computed with torch.where, so that a captured graph serves all stages.
         loss = task_loss.detach()
         is_finite = torch.isfinite(loss)
+        # Micro-batches come with their shares; the sum of losses over the sum of shares is the mean loss.
         self.recent_loss += torch.where(is_finite, loss, 0.0)
         self.recent_share += torch.where(is_finite, share, 0.0)
         relaxed = self._relaxed()
         early = task_loss + share * options.gamma * relaxed  # L + gamma P^ / P_0
         target = self.target / self.initial
+        # The running mean starts at 0; its weight corrects that bias.
         mean_loss = self.mean_loss / self.weight.clamp(min=1e-12)
+        # Both sides of the condition in the class: w1 (L - L_0) and w2 (P - P_target) / P_0.
         by_loss = options.loss_weight * (mean_loss - self.reference)
         by_size = options.size_weight * (self._budget.active_size() / self.initial - target)
         # The late stage, see the class: the larger of both deviations from the reference point decides.
@@ -303,8 +308,10 @@ class PaperSchedule(Schedule):
 
         Losses that are not finite are left out.
         """
+        # A copy, since the all-reduce writes in place.
         value = loss.to(self.mean_loss.device, torch.float32, copy=True)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # All replicas need the same reference and must enter the late stage together.
             torch.distributed.all_reduce(value)
             value /= torch.distributed.get_world_size()
         is_finite, memory = torch.isfinite(value), self.options.memory

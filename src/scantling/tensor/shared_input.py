@@ -99,6 +99,7 @@ class SharedInputGroup:
             The product and the remaining steps; None if the layer has to compute it itself.
         """
         current = self._passes.get(get_ident())
+        # Inference tensors have no version counter, so that a change of x would go unnoticed.
         if current is None or not _starts_with_inputs(layer, steps) or x.is_inference():
             return None
         if _saving_hooks() is not current.hooks:
@@ -176,6 +177,7 @@ def fuse_shared_inputs(model: nn.Module) -> None:
     """Let TT layers that share an input, recognized by their names, compute the first product together."""
     for path, module in model.named_modules():
         for names in SHARED_INPUTS:
+            # In cross-attention, K and V share the encoder's states, Q has another input.
             names = names[1:] if _CROSS.search(path) and len(names) == 3 else names
             layers = {name: layer for name in names if isinstance(layer := getattr(module, name, None), TTLinear)}
             input_shapes = {(layer.in_features, layer.in_modes) for layer in layers.values()}

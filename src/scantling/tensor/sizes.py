@@ -95,6 +95,7 @@ def byte_terms(ranks: Sequence[int], core_bytes: Callable[[int, int, int], float
         half_left, half_right = max(1, left // 2), max(1, right // 2)
         at_full, at_half_left = core_bytes(core, left, right), core_bytes(core, half_left, right)
         at_half_right, at_half = core_bytes(core, left, half_right), core_bytes(core, half_left, half_right)
+        # A rank of 1 has no smaller one: its differences are 0, and any span but 0 is right.
         span_left, span_right = left - half_left or 1, right - half_right or 1
         product = (at_full - at_half_left - at_half_right + at_half) / (span_left * span_right)
         by_left = (at_full - at_half_left) / span_left - product * right

@@ -107,6 +107,7 @@ def _find_owner(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.
         owner = _find_owner(member, param)
         if owner is not None:
             return owner
+    # A combined optimizer itself steps nothing.
     if hasattr(optimizer, "members"):
         return None
     inner = getattr(optimizer, "optimizer", None)

@@ -105,6 +105,7 @@ class StepDetector:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         is_first, self._stepped = not self._stepped, self._stepped | set(map(id, params))
         is_last = all(id(gate) in self._stepped for gate in self._budget.rank_gates if gate.requires_grad)
+        # Gradients may be freed before the last optimizer steps, so copy those of a partial step.
         if self._importance is not None and not (is_first and is_last):
             for param in params:
                 self._importance.record_gradient(param)
@@ -155,6 +156,7 @@ def call_after_steps(
         method: method of its class; receives the optimizer.
         parameters: function that returns the owner's parameters.
     """
+    # The hook is global: a strong reference would keep the owner alive.
     owner_ref = weakref.ref(owner)
     holds_parameters: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 

@@ -60,8 +60,11 @@ def _unique_within(ids: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     is_new = torch.cat([ordered.new_zeros(min(1, len(ordered))), (ordered[1:] != ordered[:-1]).to(ordered.dtype)])
     index = is_new.cumsum(0)
     assert_async((index < capacity).all(), f"more than {capacity} unique ids, the capacity of this table")
+    # The assertion may be asynchronous: keep the scatter within bounds until it is raised.
     index = index.clamp(max=capacity - 1)
+    # Equal ids write the same value to the same position, so the order of the writes does not matter.
     unique = ordered.new_zeros(capacity).scatter(0, index, ordered)
+    # Undo the sort: each index goes back to the position of its id in the input.
     return unique, torch.empty_like(index).scatter(0, order, index).view(ids.shape)
 
 
@@ -106,6 +109,7 @@ class _LookupMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(state: Tensor, table: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
+        # (ids, P, K) (ids, K, Q) -> (ids, P, Q)
         return state @ nn.functional.embedding(digits, table).view(digits.numel(), inner, width)
 
     @staticmethod
@@ -123,6 +127,7 @@ class _LookupMultiply(torch.autograd.Function):
             table_grad = torch.ops.aten.embedding_dense_backward(row_grads, digits, table.shape[0], -1, False)
         del row_grads  # as large as all rows: free it before they are looked up again
         rows = nn.functional.embedding(digits, table).view(digits.numel(), *ctx.row_shape)
+        # (ids, P, Q) (ids, Q, K) -> (ids, P, K)
         return grad @ rows.transpose(1, 2), table_grad, None, None, None
 
 
@@ -135,9 +140,11 @@ def multiply_by_blocks(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step
         steps: steps of the contraction.
         max_elements: maximum number of elements of an intermediate result; tokens are processed in parts.
     """
+    # (r, rows, columns, r') -> (r columns, rows r'), which is K x Q
     matrices = [
         block.transpose(1, 2).reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True)
     ]
+    # Elements per token of the largest intermediate result.
     largest = max(step.leading * step.width * step.trailing for step in steps)
 
     def product(part: Tensor) -> Tensor:
@@ -165,8 +172,10 @@ def multiply_by_rows(x: Tensor, left: Tensor, right: Tensor, max_elements: int) 
 
     def product(x: Tensor, part: Tensor, right: Tensor) -> Tensor:
         with without_autocast(x.device):
+            # (m_1 n_1, r) (r, m_2 n_2)
             rows = part.flatten(0, 1) @ right.flatten(1)
         rows = rows.view(part.shape[0], part.shape[1], right.shape[1], right.shape[2])  # (m_1, n_1, m_2, n_2)
+        # (tokens, n_1 n_2) (n_1 n_2, m_1 m_2) -> (tokens, m_1 m_2)
         return x @ rows.permute(1, 3, 0, 2).reshape(x.shape[1], -1).to(x.dtype)
 
     parts = torch.split(left, num_rows)
