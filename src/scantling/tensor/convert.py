@@ -59,7 +59,7 @@ def tensorize(
     replaced either.
 
     Layers that share an input, recognized by their names in transformers, such as Q, K and V, multiply it in one
-    product with the cores of all (`joint.py`).
+    product with the cores of all (`shared_input.py`).
 
     dtype, device, `requires_grad`, hooks and `padding_idx` are preserved; on the meta device the cores are meta
     tensors, too. A head that is tied to an embedding is converted together with it and never alone: select the

@@ -469,5 +469,5 @@ def without_saving_hooks() -> AbstractContextManager[object]:
 
 
 def threshold_gate(gate: Tensor, threshold: float) -> Tensor:
-    """Return the control if it is above the threshold, else 0; the gradient passes unchanged (straight-through)."""
+    """Return the gate if it is above the threshold, else 0; the gradient passes unchanged (straight-through)."""
     return gate + (gate.where(gate > threshold, 0.0) - gate).detach()

@@ -54,7 +54,7 @@ class TTLinear(TTLayer):
     Attributes:
         cores: `nn.ParameterList` of (r, mode, r') tensors, input modes first.
         bias: (out_features,) or None.
-        joint: layers that share the input of this layer, or None.
+        shared_input: layers that share the input of this layer, or None.
 
     Raises:
         UserError: if ranks or modes do not fit.

@@ -1,8 +1,9 @@
 """RankAdapter: reduce ranks to a size target while the model trains.
 
 Every inner bond gets rank gates, one scalar per rank (`layer.py`). A schedule prunes or activates ranks, and may put a
-price on their size (`schedules.py`). `bonds.py` computes sizes and finds the least valuable ranks. This module
-connects them to a training loop: the objective, the step count, the removal of ranks, and resuming from a state.
+price on their size (`schedules.py`). `rank_budget.py` computes sizes, `rank_selection.py` finds the least valuable
+ranks. This module connects them to a training loop: the objective, the step count, the removal of ranks, and resuming
+from a state.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RankBudget:
         core_bytes: training bytes of a core, for the unit `bytes`.
 
     Attributes:
-        rank gates: rank gates of all bonds, layer by layer; empty once they are folded into the cores.
+        rank_gates: rank gates of all bonds, layer by layer; empty once they are folded into the cores.
         device: device of the rank gates.
     """
 
@@ -244,7 +244,7 @@ class RankBudget:
         """Return the size polynomial near given ranks, (bonds); for FLOPs, in the contraction order that is best
         there.
 
-        With fewer ranks another order may be best, and then `_counted` overestimates the size.
+        With fewer ranks another order may be best, and then this polynomial overestimates the size.
         """
         if self._options.unit != "flops":
             return self._polynomial

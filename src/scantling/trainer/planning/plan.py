@@ -2,7 +2,7 @@
 
 An unknown value is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
-    peak = base + weights + optimizer state + working + allocator
+    peak = base + weights + optimizer state + residuals of the exchange + working + allocator
     working = max(forward and backward pass, gradients + optimizer temporaries)
 
 The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
