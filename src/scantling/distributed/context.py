@@ -85,6 +85,7 @@ class DistContext:
         for rank, text in enumerate(self.all_gather_object(error)):
             if text is not None:
                 by_text.setdefault(text, []).append(rank)
+        # only rank 0 failed and there is one folder: naming the rank would tell the user nothing
         if [*by_text.values()] == [[0]] and not self.has_separate_folders:
             return next(iter(by_text))
         return (
@@ -110,11 +111,14 @@ class DistContext:
                 action()
             except (UserError, RunError) as raised:
                 error = raised
+        # failed ranks come here too; a rank that raised earlier would leave the others waiting in this gather
         text = self.collect_errors(None if error is None else str(error))
         if text is None:
             return
+        # an input error on one rank makes it one on all, so that all processes end with the same exit code
         is_input = any(self.all_gather_object(isinstance(error, UserError)))
         common = (UserError if is_input else RunError)(text)
+        # all ranks raise this text; the mark lets each machine print it once
         common.relayed = True
         raise common from error
 
@@ -126,6 +130,7 @@ class DistContext:
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
+        # one process gets the same round trip through JSON as several: tuples become lists
         return to_json_types(value) if self.world_size == 1 else broadcast_json(value)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -151,6 +156,7 @@ class DistContext:
         if self.world_size == 1:
             return
         try:
+            # the barrier fails at once if a process dies; the store knows who is missing and why a rank failed
             arrival = None if self.wait_group is None else dist.barrier(self.wait_group, async_op=True)
             wait_for_ranks(group_store(), self.rank, self.world_size, timeout_s, arrival=arrival)
             if arrival is not None:
@@ -179,6 +185,7 @@ def is_restart() -> bool:
 
 def launch_id() -> str:
     """Return an identifier of this torchrun launch, the same after a restart: its run id, or host and process id."""
+    # without an id torchrun calls every launch "none"; the torchrun process is the parent of all workers of a machine
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return name if name != "none" else f"{platform.node()} {os.getppid()}"
 
@@ -190,6 +197,7 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         store = open_store(seconds)
         store.set_timeout(timeout)
         rank, world_size = rank_from_env(), world_size_from_env()
+        # this wait sees errors that other ranks record; `init_process_group` would run into its timeout
         wait_for_ranks(store, rank, world_size, seconds, pause_s=0.1)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except ValueError as error:
@@ -237,16 +245,20 @@ def init_distributed(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> I
             torch.device("cuda", local_rank_from_env()) if use_cuda else torch.device("cpu"),
         )
         if use_cuda:
+            # set before the group is created, because NCCL uses the current device
             torch.cuda.set_device(context.device)
         owns_group = world_size > 1 and not dist.is_initialized()
         if owns_group:
+            # gloo carries CPU tensors, such as JSON values; NCCL carries gradients on the GPU
             _init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s))
         elif world_size > 1:
+            # the caller owns the group: only wait until all ranks are here
             wait_for_ranks(group_store(), rank, world_size, timeout_s, pause_s=0.1)
         try:
             with name_silent_ranks():
                 if world_size > 1:
                     hosts = tuple(context.all_gather_object(platform.node() or "an unnamed machine"))
+                    # a separate group, because the default group gives up after minutes
                     wait_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S))
                     context = replace(context, hosts=hosts, wait_group=wait_group)
                 yield context
@@ -254,6 +266,7 @@ def init_distributed(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> I
             if world_size == 1:
                 raise
             reason = _find_reason(error, context)
+            # record the cause while the store is reachable; otherwise other ranks report a silent rank
             record_error(group_store(), reason)
             with contextlib.suppress(RuntimeError):
                 record_failure()  # others do not report this rank as silent

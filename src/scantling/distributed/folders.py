@@ -24,6 +24,7 @@ def resolve_machine_path(path: Path | None, context: DistContext) -> Path | None
     )
     local = local_rank_from_env()
     first = context.rank - local
+    # torchrun numbers the ranks of a machine consecutively; the host name confirms it
     if local and first >= 0 and context.hosts and context.hosts[first] == context.hosts[context.rank]:
         name, absolute = paths[first]
     else:
@@ -31,6 +32,7 @@ def resolve_machine_path(path: Path | None, context: DistContext) -> Path | None
     if name is None:
         name = next((other for other, _ in paths if other is not None), None)
         return None if name is None else Path(name)
+    # keep a relative path if it means the same folder from this process's working folder
     return Path(name) if os.path.abspath(name) == absolute else Path(absolute)
 
 
@@ -60,31 +62,37 @@ def detect_shared_folders(path: Path, context: DistContext) -> DistContext:
 
 def _find_writers(path: Path, context: DistContext) -> tuple[list[str], tuple[int, ...]]:
     """Return by rank the missing part of the path, and the lowest rank that sees the same folder."""
+    # the folder may be missing: compare the nearest existing parent and the part below it
     parent = Path(os.path.realpath(path))
     while not parent.is_dir():
         parent = parent.parent
     missing = os.path.relpath(os.path.realpath(path), parent)
+    # a new token per check, so that files left by a killed run cannot match
     token = context.broadcast_object(secrets.token_hex(8))
     marker = _marker_path(parent, token, context.rank)
 
     def write() -> None:
         try:
+            # O_EXCL and O_NOFOLLOW: never open an existing file, never follow a link
             os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
         except OSError as error:
             raise UserError(f"cannot write into the run directory {path}: {error.strerror or error}") from None
 
     try:
         context.run_on_all(write)
+        # `run_on_all` is also a barrier: all markers exist before any rank looks for them
         missing_parts = context.all_gather_object(missing)
         first = next(
             rank
             for rank, other in enumerate(missing_parts)
             if other == missing and _marker_path(parent, token, rank).exists()
         )
+        # after this gather all ranks have looked, so the markers can be removed
         firsts = context.all_gather_object(first)
     finally:
         with contextlib.suppress(OSError):
             marker.unlink()
+    # the lowest visible rank may itself see a lower one. The chain ends, because each rank sees itself
     while firsts[first] != first:
         first = firsts[first]
     return missing_parts, tuple(context.all_gather_object(first))

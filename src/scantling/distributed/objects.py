@@ -30,6 +30,7 @@ def to_json_types(value: Any) -> Any:
 def broadcast_json(value: Any) -> Any:
     """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
     content = _to_bytes(json.dumps(value).encode()) if dist.get_rank() == 0 else None
+    # send the length first: receivers need it to allocate the buffer
     length = torch.tensor([0 if content is None else content.numel()], device=_device())
     dist.broadcast(length, src=0)
     if content is None:
@@ -47,11 +48,14 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict
     """
     sent = list(tensors.items()) if tensors is not None and dist.get_rank() == src else []
     headers = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in sent]
+    # send keys, dtypes and shapes first, so that receivers can allocate
     headers = all_gather_json(headers)[src]
     received: dict[str, torch.Tensor] = {}
     for index, (key, dtype, shape) in enumerate(headers):
         tensor = sent[index][1].cpu().contiguous() if sent else torch.empty(shape, dtype=DTYPES[dtype])
+        # all ranks know the shape, so all skip the broadcast of an empty tensor
         if tensor.numel():
+            # send bytes, because backends do not support every dtype: shape -> (nbytes,)
             content = tensor.reshape(-1).view(torch.uint8).to(_device())
             dist.broadcast(content, src=src)
             tensor = content.cpu().view(DTYPES[dtype]).reshape(shape)
@@ -66,6 +70,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Return the arrays of all ranks, in order; shapes may differ. Collectives: four all-gathers."""
+    # `dtype.str` includes the byte order, such as `<f4`
     headers = all_gather_json([array.dtype.str, array.shape])
     parts = _gather_bytes(np.ascontiguousarray(array).tobytes())
     return [
@@ -76,9 +81,11 @@ def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]
 
 def _gather_bytes(content: bytes) -> list[bytes]:
     device, world_size = _device(), dist.get_world_size()
+    # `all_gather` needs equal sizes: exchange the lengths, pad to the longest, cut afterwards
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
     dist.all_gather(lengths, torch.tensor([len(content)], device=device))
     longest = max(int(length) for length in lengths)
+    # all ranks see the same lengths, so all skip the second collective
     if not longest:
         return [b""] * world_size
     own = torch.zeros(longest, dtype=torch.uint8, device=device)
@@ -90,6 +97,7 @@ def _gather_bytes(content: bytes) -> list[bytes]:
 
 
 def _to_bytes(content: bytes) -> torch.Tensor:
+    # copy into a bytearray: `frombuffer` warns about read-only memory
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device())
 
 

@@ -32,6 +32,7 @@ STORE_TIMEOUT_S = 30.0
 _FIRST_REPORT_S = 3.0
 """Seconds that a process waits for the first one of its machine to report an input error that both may have."""
 
+# ids of recorded errors, the open store, nesting depth and number of `report_errors_to_peers`
 _recorded: set[int] = set()
 _opened: dict[tuple[str, ...], Any] = {}
 _depth = _session = 0
@@ -51,9 +52,12 @@ def open_store(timeout_s: float) -> Any:
     if missing:
         raise ValueError(f"{' and '.join(missing)} are not set")
     address, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank_from_env()
+    # the process id is part of the key: a forked process must not share its parent's connection
     key = (str(os.getpid()), address, port, str(rank))
     if key not in _opened:
         _opened.clear()
+        # rank 0 hosts the store unless torchrun does; no wait for workers, so that an early error reaches the store;
+        # multi-tenant, so that two stores of one process at the same port share a server
         _opened[key] = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             int(port),
@@ -98,6 +102,7 @@ def wait_for_ranks(
         UserError, RunError: a process failed; the message contains its error.
     """
     until, pause = time.monotonic() + timeout_s, 0.01
+    # the n-th call of each rank counts under key n, so that successive waits do not mix
     arrivals = store.add(f"{ARRIVED}{rank}", 1)
     store.add(f"{ARRIVED}all/{arrivals}", 1)
     while store.add(f"{ARRIVED}all/{arrivals}", 0) < world_size:
@@ -106,8 +111,10 @@ def wait_for_ranks(
         if arrival is not None and arrival.is_completed():
             arrival.wait()  # raises if a process died
         if time.monotonic() > until:
+            # missing ranks have made fewer calls than this one
             missing = [str(each) for each in range(world_size) if store.add(f"{ARRIVED}{each}", 0) < arrivals]
             raise SilentPeerError(f"rank {', '.join(missing)} of {world_size} did not arrive within {timeout_s:g} s")
+        # poll less and less often, because all ranks share one store
         time.sleep(pause)
         pause = min(pause_s, 1.5 * pause)
 
@@ -123,6 +130,7 @@ def record_error(store: Any, error: BaseException) -> None:
     _recorded.add(id(error))
     with suppress(RuntimeError):
         store.set(f"{_FAILED}{rank_from_env()}", json.dumps(record))
+        # set the flag last: a rank that sees it finds the record
         store.set(_ANY_FAILED, "1")
 
 
@@ -146,10 +154,12 @@ def find_original_failures(store: Any, ranks: list[int]) -> list[int]:
 def relayed_error(store: Any, ranks: list[int]) -> ScantlingError:
     """Return the errors of failed ranks as one error; an input error if one of them is."""
     records = {rank: json.loads(store.get(f"{_FAILED}{rank}")) for rank in ranks}
+    # drop errors that only repeat another rank's error, unless no original is known
     first = {rank: record for rank, record in records.items() if not record["is_relayed"]} or records
     by_text: dict[str, list[str]] = {}
     for rank, record in first.items():
         by_text.setdefault(record["text"], []).append(f"rank {rank} on {record['host']}")
+    # a relayed text already names its rank
     text = "; ".join(
         text if first is records else f"{', '.join(names)} ended: {text}" for text, names in by_text.items()
     )
@@ -168,6 +178,7 @@ def report_errors_to_peers(report: Callable[[BaseException], None] | None = None
     global _depth, _session
     _depth += 1
     if _depth == 1:
+        # a new key prefix: errors of an earlier command of this process no longer count
         _session += 1
         _recorded.clear()
     try:
@@ -185,8 +196,10 @@ def _report_error(error: BaseException, report: Callable[[BaseException], None])
     if not local:
         report(error)
     has_no_group = id(error) not in _recorded  # with a group, `init_distributed` has recorded the error
+    # without a connection there is no store to report to
     if world_size == 1 or (has_no_group and isinstance(error, SilentPeerError)):
         return
+    # all ranks raise a relayed error, so the first process of the machine prints it
     is_reported = not local or (isinstance(error, ScantlingError) and error.relayed)
     try:
         store = (
@@ -194,6 +207,7 @@ def _report_error(error: BaseException, report: Callable[[BaseException], None])
         )
         if has_no_group:
             record_error(store, error)
+        # all processes of a machine usually hit the same input error: let the first one print it
         if not is_reported and _is_input(error):
             is_reported = _wait_for(lambda: bool(find_failed_ranks(store, [rank - local])), _FIRST_REPORT_S)
         if has_no_group:

@@ -50,6 +50,7 @@ def build_loop(
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
+        # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
     optimizer = build_run_optimizer(recipe, model, context.device)
     _seed_generators(settings.seed + 1 + context.rank)  # dropout differs between ranks, weights do not
@@ -60,12 +61,14 @@ def build_loop(
         build_exchange(recipe.comm, context, settings.clip),
         context,
         tensor=tensor,
+        # DeMo clips each process's gradient itself, before it is accumulated
         clip=settings.clip if recipe.comm.name == "allreduce" else None,
         compute=compute,
         release=GradientRelease(model, optimizer, tensor.see_gradient) if recipe.optim.release_gradients else None,
         graph=settings.graph,
     )
 
+    # called for each record, because removed TT ranks change the sizes
     def model_stats() -> dict[str, Any]:
         weights = list(model.parameters())
         return {
@@ -118,6 +121,7 @@ def _build_batches(run: ResolvedRun, context: DistContext) -> BatchSource:
     return BatchSource(
         data.train,
         data.collate,
+        # the seed is the same on all ranks: each takes its share of one global order
         Sampler(len(data.train), batch_size=recipe.batch_size, seed=recipe.train.seed, lengths=data.lengths),
         micro_batch_size=recipe.micro_batch_size(context.world_size),
         rank=context.rank,
@@ -183,5 +187,6 @@ def build_exchange(section: CommSection, context: DistContext, clip: float | Non
 
 def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
+    # numpy accepts seeds of 32 bits only
     np.random.seed(seed % 2**32)
     random.seed(seed)

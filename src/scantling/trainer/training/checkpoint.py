@@ -105,6 +105,7 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
         UserError: a file is missing, short or changed.
     """
     manifest = read_manifest(path)
+    # a folder renamed to another step would resume at the wrong step
     if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
         raise UserError(f"its manifest is that of step {manifest['step']}")
     listed = manifest["files"]
@@ -116,6 +117,7 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
             _verify_file(path, name, listed[name])
     if index is None:
         index = read_index(path)
+        # the two lists must be equal: each file has a checksum, and each checksum a file
         differing = {METADATA, INDEX, *index.files} ^ needed
     else:
         differing = needed - listed.keys()
@@ -125,11 +127,13 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
 
 
 def _verify_file(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+    # the manifest is untrusted input: its names must not lead out of the folder
     if Path(name).name != name:
         raise UserError(f"{name} is not a plain file name")
     file = folder / name
     if not file.is_file():
         raise UserError(f"{name} is missing")
+    # compare the size first: it finds a truncated file without reading it
     if file.stat().st_size != expected["bytes"]:
         raise UserError(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
     if file_digest(file) != expected:
@@ -176,6 +180,7 @@ class Checkpointer:
         entries: dict[str, Any] = {}
 
         def write_tensors() -> None:
+            # the writer of a folder saves shared tensors once; each rank saves its own
             own = {key: each for key, each in state.tensors.items() if context.is_writer or is_rank_key(key)}
             entries.update(_save_tensors(own, aside, context.rank))
 
@@ -196,6 +201,7 @@ class Checkpointer:
             problem = context.collect_errors(
                 _run_io(lambda: self._publish(aside, target)) if context.is_writer else None
             )
+        # `problem` is the same on all ranks, so all of them raise or none
         if problem is not None:
             self._fail(step, aside, problem)
         if context.is_writer:  # after all have the new one: after a crash they resume from one that all have
@@ -210,6 +216,7 @@ class Checkpointer:
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
+        # the rename is durable only after its parent folder is synced
         fsync(self.folder)
 
     def _fail(self, step: int, aside: Path, problem: str) -> None:
@@ -243,12 +250,14 @@ class Checkpointer:
         context = self.context
         self.refused = []
         by_rank = context.all_gather_object(self.steps() if context.is_writer else [])
+        # try the steps of all folders; a step that one folder lacks is refused there
         for step in sorted(set().union(*by_rank), reverse=True):
             path = self.folder / f"step-{step}"
             checkpoint, finding = _inspect(path, weights_only=weights_only) if context.is_writer else (None, None)
             context.wait_for_all()
             problem = self._find_mismatch(context.all_gather_object(finding), weights_only=weights_only)
             if problem is None:
+                # ranks that verified no files read manifest and index themselves
                 return checkpoint or Checkpoint.read(path)
             self.refused.append(f"checkpoint {path} is damaged ({problem})")
             logger.warning("%s; trying the one before", self.refused[-1])
@@ -341,6 +350,7 @@ def _run_io(action: Callable[[], None]) -> str | None:
     """Run a file-system action; return its error as text, or None."""
     try:
         action()
+    # DCP collects the errors of a write by rank; keep each text once
     except CheckpointException as error:
         _raise_interrupt(error)
         return "; ".join(sorted({_describe_io_error(inner[0]) for inner in error.failures.values()}))
@@ -388,6 +398,7 @@ def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> 
 
 def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any]) -> None:
     """Write the index and the manifest of a checkpoint whose tensor files are complete."""
+    # the index first, because it names the files; the manifest with their checksums comes last
     names = {METADATA, INDEX, *write_index(entries, folder).files}
     manifest = {
         **header,

@@ -10,8 +10,10 @@ from pathlib import Path
 from scantling.trainer.training.checkpoint_index import INDEX, METADATA
 from scantling.trainer.training.checkpoint_manifest import MANIFEST
 
+# no leading zeros, so that each step has one name
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _TORN = re.compile(_STEP.pattern + r"\.tmp")
+# DCP leaves `.metadata.tmp` if it is killed while it writes its index
 _DATA = re.compile(rf"{re.escape(METADATA)}(\.tmp)?|__[0-9]+_[0-9]+\.distcp")
 _SUBFOLDER = re.compile(r"(rank|part)-[0-9]+")
 
@@ -70,6 +72,7 @@ def publish(aside: Path, target: Path) -> None:
         RuntimeError: a file or folder of another program has the name.
         OSError: a file cannot be removed or renamed.
     """
+    # a folder cannot be renamed onto a non-empty one: remove the old checkpoint of this step first
     if target.is_symlink() or _is_checkpoint(target):
         remove_checkpoint(target)
     if target.exists():
@@ -79,6 +82,7 @@ def publish(aside: Path, target: Path) -> None:
         for path in target.iterdir():
             os.rename(path, aside / path.name)
         target.rmdir()
+    # the rename is atomic: `target` appears complete or not at all
     os.rename(aside, target)
 
 

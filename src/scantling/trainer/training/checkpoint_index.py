@@ -39,6 +39,7 @@ MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
 _RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
+# many programs read JSON integers as doubles, which are exact up to 2**53
 Count = Annotated[int, Field(ge=0, le=2**53)]
 _Dims = Annotated[list[Count], Field(max_length=64)]
 
@@ -52,6 +53,7 @@ class StrictModel(BaseModel):
 class _Chunk(StrictModel):
     offsets: _Dims
     sizes: _Dims
+    # only DCP's own file names match; a path out of the folder does not
     file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
     offset: Count
     length: Count
@@ -124,6 +126,7 @@ def write_index(entries: dict[str, Any], folder: Path) -> Index:
         json.dump({"tensors": entries}, file)
         file.flush()
         os.fsync(file.fileno())
+    # read it back, which checks it against the files: a bad index must fail the save, not the resume
     index = read_index(folder)
     # DCP's own index, for other programs; it is never read here
     metadata = index.metadata
@@ -146,6 +149,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
     try:
         if not file.is_file():
             raise UserError(f"the index of checkpoint {folder} cannot be read: there is no {INDEX}")
+        # checked before the file is read into memory
         if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} has {file.stat().st_size} bytes; an index has at most {MAX_BYTES}")
         content = _Tensors.model_validate_json(file.read_bytes())
@@ -160,6 +164,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
 
 def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
+    # -1 marks a missing file, which `_check_chunk` reports
     lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -172,12 +177,14 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
             for chunk in tensor.chunks:
                 _check_chunk(key, tensor, chunk, dtype.itemsize, lengths[chunk.file])
         except ValueError:
+            # weights can be used without a lost rank's residuals
             if allow_lost_ranks and is_rank_key(key):
                 continue
             raise
-        # chunks must not overlap in their offsets, and must cover the tensor together
+        # no two chunks begin at the same offsets, and together they have as many elements as the tensor
         for chunk in tensor.chunks:
             offsets = torch.Size(chunk.offsets)
+            # DCP ignores the third field in comparisons, so equal offsets are found as duplicates
             position = MetadataIndex(key, offsets, len(chunks))
             if position in storage:
                 raise ValueError(f"{key}: two chunks begin at {chunk.offsets}")
@@ -217,9 +224,11 @@ class RankWriter(FileSystemWriter):
         self._prefix = checkpoint_file_prefix(f"__{rank}_")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # the base class names files by the position of the plan, which is 0 on each rank without a group
         return [replace(plan, storage_data=self._prefix) for plan in plans]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # keep only the file positions, for `index_entries`; the base class would write `.metadata`
         metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
 
 

@@ -149,12 +149,15 @@ def _parse(text: str) -> dict[str, Any]:
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has {len(text)} bytes; at most {MAX_BYTES} are allowed")
     manifest = parse_json(text)
+    # format first: another version may compute its checksum differently
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         given = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(f"checkpoint format {given!r:.40}; this version reads format {FORMAT}")
+    # checksum before fields, so that damage is reported as damage
     if manifest.get("checksum") != _checksum({key: each for key, each in manifest.items() if key != "checksum"}):
         raise ValueError("it does not match its own checksum")
     try:
+        # validate the text: only in JSON does strict mode accept a list for a tuple
         checked = _Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -175,5 +178,6 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _checksum(content: dict[str, Any]) -> str:
+    # sorted keys and no spaces: equal values give equal bytes. `json.dumps` escapes to ASCII
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()

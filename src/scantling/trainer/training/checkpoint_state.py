@@ -79,6 +79,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
                         on_cpu.append(f"{name}/{key}")
                 else:
                     plain.setdefault(name, {})[key] = _json_value(value, f"{name}/{key}")
+        # values that JSON cannot hold, such as a learning rate in a tensor, come from the recipe
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_json(v)}
         groups.append({"names": [names[id(p)] for p in group["params"]], "hyper": hyper})
     state.values["optimizer"] = {"plain": plain, "on_cpu": on_cpu, "groups": groups}
@@ -113,6 +114,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
         for key, value in stored["hyper"].items():
             if isinstance(group.get(key), torch.Tensor):  # a captured graph may read it
                 group[key].fill_(value)
+            # keep equal values: JSON has turned tuples, such as betas, into lists
             elif not _is_json(group.get(key)) or json.dumps(group.get(key)) != json.dumps(value):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
@@ -164,6 +166,7 @@ def _rank_tensors(
     if context.has_separate_folders:
         holders = context.all_gather_object(held)
         needed = context.all_gather_object([rank for rank in ranks if rank not in held])
+        # each broadcast is a collective: all ranks must agree on the order and on the sender
         for rank in sorted(set().union(*needed)):
             source = next((holder for holder, its_ranks in enumerate(holders) if rank in its_ranks), None)
             if source is not None:
@@ -196,6 +199,7 @@ def load_tensor(tensor: TensorTraining, checkpoint: Checkpoint) -> None:
 
 def rng_state(context: DistContext) -> State:
     """Return the states of this process's random generators, under keys of its rank. Collective: a gather."""
+    # numpy's keys are uint32, which PyTorch supports only in part: store them as int64
     numpy_name, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     prefix = f"rng/rank{context.rank}"
     state = State(
@@ -221,6 +225,7 @@ def load_rng(checkpoint: Checkpoint, context: DistContext) -> None:
         torch.cuda.set_rng_state(tensors["cuda"], context.device)
     name, position, has_gauss, cached = values["numpy"]
     np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    # JSON has turned the inner tuple into a list; `setstate` needs a tuple
     version, internal, gauss = values["python"]
     random.setstate((version, tuple(internal), gauss))
 

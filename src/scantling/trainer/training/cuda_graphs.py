@@ -153,6 +153,7 @@ class StepGraphs:
             is_warm = self._steps.total() >= WARM_UP and self._steps[shapes] > 0
             if not is_warm or len(self._captured) >= MAX_GRAPHS:
                 self._steps[shapes] += 1
+                # a pass without a graph must not add to gradients that belong to one
                 self._clear_gradients()
                 return None
             captured = self._captured[shapes] = self._capture(batches, scale)
@@ -175,6 +176,7 @@ class StepGraphs:
 
     def _capture(self, batches: Sequence[Batch], scale: Tensor) -> _Captured:
         self._clear_gradients()
+        # inputs and results are allocated outside of the graphs' pool, whose memory replays reuse
         own = [_copy(batch, scale.device) for batch in batches]
         own_scale, loss_sum, norm = scale.clone(), scale.new_zeros((), dtype=torch.float64), scale.new_zeros(())
         if self._new_graph is None:
@@ -182,12 +184,14 @@ class StepGraphs:
         first, second = self._new_graph(), self._new_graph()
 
         def run_passes() -> None:
+            # allocate the gradients within the capture: each replay writes to the same addresses
             self._clear_gradients()
             for result, value in zip((loss_sum, norm), self._passes(own, own_scale), strict=True):
                 result.copy_(value)
 
         try:
             first.capture(run_passes)
+            # the second graph reads the gradients at the addresses of the first
             gradients = [parameter.grad for parameter in self._model.parameters()]
             second.capture(lambda: self._update(norm))
         except RuntimeError as error:

@@ -24,9 +24,11 @@ from scantling.distributed.context import DistContext
 from scantling.errors import RunError, first_line
 
 _ROUNDS = 10
+# 64 KiB to 64 MiB, times 4 each
 _SIZES = tuple(1 << power for power in range(16, 27, 2))
 _ENOUGH_S = 0.2
 _ALLREDUCE_BYTES = 4 << 20
+# Linux ioctl that returns the IPv4 address of an interface
 _SIOCGIFADDR = 0x8915
 
 
@@ -51,6 +53,7 @@ def interfaces() -> list[dict[str, Any]]:
     rows = []
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
+        # -1 or unreadable for virtual interfaces and links that are down
         speed = _read(folder / "speed")
         rows.append(
             {
@@ -97,9 +100,11 @@ def measure_allreduce(context: DistContext) -> float:
     values = torch.zeros(_ALLREDUCE_BYTES // 4, device=context.device)
     times = []
     for _ in range(5):
+        # start together: the time must not include the wait for a late rank
         context.barrier()
         began = time.perf_counter()
         context.all_reduce(values)
+        # reading a value waits for the GPU
         float(values[0])
         times.append(time.perf_counter() - began)
     return statistics.median(times)
@@ -139,6 +144,7 @@ def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None
     rate = 0.0
     for size in _SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=context.device)
+        # wait for the allocation and the fill before the clock starts
         int(message[-1])
         began = time.perf_counter()
         dist.send(small.fill_(size), target)
@@ -146,6 +152,7 @@ def _measure_pair(context: DistContext, source: int, target: int) -> Pair | None
         dist.recv(small, target)
         int(small)
         took = time.perf_counter() - began
+        # took = trip + size / rate
         rate = size / max(took - trip, 1e-9)
         if took > _ENOUGH_S:
             break
@@ -163,6 +170,7 @@ def _read(path: Path) -> str:
 def _address(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         try:
+            # struct ifreq: a name of at most 15 bytes, later the address in bytes 20 to 24
             answer = fcntl.ioctl(opened.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return None

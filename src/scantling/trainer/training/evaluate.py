@@ -61,6 +61,7 @@ def evaluate(
     outputs: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, value: torch.Tensor) -> None:
+        # sums over many batches need float64
         value = value.detach().to(context.device, torch.float64)
         sums[name] = sums[name] + value if name in sums else value
 
@@ -80,6 +81,7 @@ def evaluate(
     # a rank without batches does not know the names, so they are gathered first
     by_rank = context.all_gather_object([sorted(sums), sorted(own)])
     names = sorted(set().union(*(its_sums for its_sums, _ in by_rank)))
+    # (names,): one all-reduce for all sums; a rank without batches adds zeros
     values = torch.stack(
         [sums.get(name, torch.zeros((), dtype=torch.float64, device=context.device)) for name in names]
     )
@@ -88,6 +90,7 @@ def evaluate(
     if output_names:
         joined = {}
         for name in output_names:
+            # ranks without outputs take part in the gather; their empty arrays are dropped
             parts = zip(context.all_gather_arrays(own.get(name, np.zeros(0, np.float32))), by_rank, strict=True)
             joined[name] = np.concatenate([part for part, (_, its_outputs) in parts if name in its_outputs])
         metrics |= task.output_metrics(joined)
@@ -99,6 +102,7 @@ def fixed_rng(device: torch.device) -> Iterator[None]:
     """Context with fixed seeds, so that stochastic rounding is repeatable; global generators are restored after it."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else []):
+        # `torch.manual_seed` would also seed other GPUs, which `fork_rng` does not restore here
         torch.default_generator.manual_seed(0)
         if on_gpu:
             with torch.cuda.device(device):

@@ -51,6 +51,7 @@ def evaluate_tasks(run_dir: str | Path, tasks: Sequence[str], *, device: str | N
     reason = "--lm-eval needs a causal language model"
     with tempfile.TemporaryDirectory() as folder, open_run(run_dir, device=device, causal=reason) as run:
         model = run.model
+        # the harness needs a tokenizer of transformers: write ours in its format and load it
         run.task.save_inputs(Path(folder), data=run.data, config=model.config)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -81,6 +82,7 @@ def _set_document_start(tokenizer: Any, own: Tokenizer | None) -> dict[str, Any]
     # the tokenizer of the harness gets the same prefix, and no suffix
     if marks.begin:
         before = [(str(tokenizer.convert_ids_to_tokens(id_)), id_) for id_ in marks.begin]
+        # $A is the text of the request
         single = [*(token for token, _ in before), "$A"]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=before)
     return {"add_bos_token": bool(marks.begin), "prefix_token_id": marks.first[-1] if marks.first else None}

@@ -143,6 +143,7 @@ class Loop:
             path = self.save()
             self.sink.phase(None)
             self.sink.message(f"step {step}: checkpoint {path}")
+        # a signal in the last step changes nothing: the run is complete
         return result.stop and step < self.schedule.steps
 
     def _set_lr(self, step: int) -> float:
@@ -163,12 +164,14 @@ class Loop:
     def _make_record(self, result: StepResult, seconds: dict[str, float], step_s: float, lr: float) -> dict[str, Any]:
         """Return the record of the last step, keys as in `metrics.jsonl`."""
         exchange = self.stepper.exchange
+        # communication at the end of the backward pass counts as exchange, not as backward
         exposed = exchange.exposed_s
         record = {
             "step": self.step,
             "epoch": self.batches.epoch,
             "tokens": self.tokens,
             "loss": result.loss,
+            # JSON has no NaN or Inf
             "grad_norm": result.grad_norm if not result.skipped and math.isfinite(result.grad_norm) else None,
             "lr": lr,
             "tokens_per_s": result.num_tokens / step_s,
@@ -201,6 +204,7 @@ class Loop:
         return metrics
 
     def _record(self, record: dict[str, Any]) -> None:
+        # read after the evaluation, whose energy counts too
         record["energy_j"] = self._joules()
         record["energy_source"] = self.energy.source
         record["time"] = time.time()
@@ -256,6 +260,7 @@ class Loop:
         load_optimizer(self.stepper.optimizer, self.model, checkpoint)
         load_exchange(self.stepper.exchange, checkpoint, self.context)
         self.stepper.reset_graphs()
+        # this also takes back the batch of the rehearsal
         self.batches.load_state_dict(values["data"])
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])
@@ -269,6 +274,7 @@ class Loop:
 
 def explain_out_of_memory(error: BaseException) -> RunError | None:
     """Return a clear error for a failed allocation, or None for any other error."""
+    # PyTorch's CPU allocator raises a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return RunError(
             f"out of memory: {first_line(error)}. "

@@ -22,6 +22,7 @@ class MemoryMeter:
         self._device = device
         self.source = "cuda" if device.type == "cuda" else "rss"
         if self.source == "cuda":
+            # forget the peak of an earlier run in this process
             torch.cuda.reset_peak_memory_stats(device)
             self.base_bytes = torch.cuda.memory_allocated(device)
         else:
@@ -61,15 +62,19 @@ def _nvml_reader(device: torch.device) -> Callable[[], float] | None:
         import pynvml
 
         pynvml.nvmlInit()
+        # by UUID: NVML ignores CUDA_VISIBLE_DEVICES, so its indices can differ from PyTorch's
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        # a first reading, because older GPUs do not support it
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except Exception:  # without a working driver and package there is no meter
         return None
+    # NVML counts millijoules
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
 
 
 def _rapl_reader() -> Callable[[], float] | None:
+    # packages only: their subzones, such as `intel-rapl:0:0`, are parts of them
     packages = sorted(Path("/sys/class/powercap").glob("intel-rapl:[0-9]"))
     try:
         limits = [int((package / "max_energy_range_uj").read_text()) for package in packages]
@@ -86,6 +91,7 @@ def _rapl_reader() -> Callable[[], float] | None:
             now = int((package / "energy_uj").read_text())
             total += (now - last[i]) % limits[i]  # the counter wraps
             last[i] = now
+        # RAPL counts microjoules
         return total / 1e6
 
     return read
@@ -133,6 +139,7 @@ class Stopwatch:
             if isinstance(before, float) and isinstance(after, float):
                 elapsed = after - before
             elif isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                # `elapsed_time` returns milliseconds
                 elapsed = before.elapsed_time(after) / 1000
             else:
                 raise AssertionError("marks of two kinds")

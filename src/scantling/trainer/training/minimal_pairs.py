@@ -87,6 +87,7 @@ def prefers_good(
     prefix = document_marks(tokenizer).first
     texts = [text for pair in pairs for text in (pair.good, pair.bad)]
     encoded = tokenizer.encode_batch(texts)
+    # (2 * pairs,) -> (pairs, 2): good, bad
     scores = log_probabilities(model, encoded, prefix=prefix, compute=compute).reshape(-1, 2)
     return np.asarray(scores[:, 0] > scores[:, 1])
 
@@ -107,6 +108,7 @@ def log_probabilities(
         UserError: a sentence is longer than the model's context.
     """
     rows = [np.concatenate([prefix, ids]).astype(np.int64) for ids in sentences]
+    # position i predicts token i + 1: the first `before` predictions are tokens of the prefix
     before = max(len(prefix) - 1, 0)
     config = model_config(model).get_text_config()
     max_length = getattr(config, "max_position_embeddings", None)
@@ -123,6 +125,7 @@ def log_probabilities(
             ids = torch.from_numpy(np.stack([rows[number] for number in chosen])).to(device)  # (batch, length + 1)
             with autocast(compute, device):
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            # (batch, length, vocab) -> (batch, vocab, length), because `cross_entropy` wants classes second
             nats = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # (batch, length)
             scores[chosen] = -nats[:, before:].double().sum(1).cpu().numpy()
     return scores
@@ -130,6 +133,7 @@ def log_probabilities(
 
 def _batches(lengths: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
     """Yield batches of indices of sentences of one length; sentences without a token are skipped."""
+    # with a large vocabulary the logits limit the batch, not the tokens
     budget = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocab_size))
     batch: list[int] = []
     for number in sorted((number for number, length in enumerate(lengths) if length > 0), key=lambda n: lengths[n]):
@@ -159,6 +163,7 @@ def _accuracy(right: npt.NDArray[np.bool_]) -> Metrics:
     from scipy.stats import binomtest
 
     correct, count = int(right.sum()), len(right)
+    # Wilson's interval also holds for few pairs and near 0 % or 100 %
     interval = binomtest(correct, count).proportion_ci(method="wilson")
     return {
         "accuracy": correct / count,

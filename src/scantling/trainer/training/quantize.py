@@ -116,6 +116,7 @@ def quantize_run(
     if sequences < 1:
         raise UserError(f"calibration needs 1 sequence or more; given {sequences}")
     folder = Path(folder)
+    # refuse the folder before the calibration, not after it
     check_new_folder(folder)
     quantizer = Quantizer.from_spec(format, "channel")
     with open_run(run_dir, device=device) as run:
@@ -127,6 +128,7 @@ def quantize_run(
         quantize_weights(model, quantizer, method=method, calibration=calibration, filter_fn=filter_fn)
         after = run.evaluate()
         weights = quantized_weights(model)
+        # back to plain layers, which then hold the rounded weights
         restore(model, weights="rounded")
         also = partial(task.save_inputs, data=run.data, config=model.config)
         saved = save_quantized(model, folder, also=also, packed=not dequantized)
@@ -168,6 +170,7 @@ def losses_after(run_dir: str | Path, ways: Sequence[tuple[str, Method]], *, seq
         needed = any(method != "rtn" for _, method in ways)
         batches = list(calibration_batches(run, sequences)) if needed else []
         for name, method in ways:
+            # rounding is in place, and each method must start from the trained weights
             model = copy.deepcopy(run.model)
             quantize_weights(model, name, method=method, calibration=None if method == "rtn" else batches)
             losses.append(run.evaluate(model)["eval_loss"])
@@ -211,6 +214,7 @@ def predictions(
             before, after = law.loss(**given), law.loss(**given, post=quantizer.format.bits)
         given["post"] = quantizer.format.bits
         fitted = {key: law.fitted_ranges[key] for key in given if key in law.fitted_ranges}
+        # a predicted divergence has an infinite loss, whose difference would be NaN
         added = float(after - before) if isfinite(before) else None
         unknown = tuple(part for part in trained if part not in known)
         results.append(Prediction(name, law.source, added, fitted, tuple(law.outside(**given)), unknown))

@@ -112,6 +112,7 @@ def check_same_recipe(recipe: Recipe, context: DistContext) -> None:
 
     def check() -> None:
         lines = _differing_keys(Recipe.model_validate(first), recipe)
+        # machines may differ in paths and workers; `check_same_data` compares the content
         if listed := _list_lines(lines, lines.keys() - PATH_KEYS - {"data.workers"}):
             raise UserError(
                 f"the recipe differs from that of rank 0; these keys differ (rank 0 -> here):\n{listed}\n"
@@ -166,6 +167,7 @@ def check_recipe_of_checkpoint(checkpoint: Checkpoint, recipe: Recipe) -> bool:
         UserError: the recipe would have given other results.
     """
     path, stored = checkpoint.path, checkpoint.values.get("recipe")
+    # a loop built without a recipe saves none, so there is nothing to compare
     if stored is None:
         return False
     try:

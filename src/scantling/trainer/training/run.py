@@ -105,6 +105,7 @@ def train(
     with report_errors_to_peers():
         checked, folder = load_run_recipe(recipe, run_dir, resume=resume, settings=settings, overrides=overrides)
         with init_distributed(checked.train.device, timeout_s=checked.comm.timeout) as context:
+            # first, because ranks with different recipes would call different collectives
             check_same_recipe(checked, context)
             locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
@@ -236,6 +237,7 @@ def _plan_and_prepare(
     check_same_data(data.info.get("fingerprint"), context)
     # the data may change the vocabulary or the number of classes
     with_data = replace(run, data=data)
+    # rank 0 decides: `_plan_on_main` is collective, so all ranks must call it or none
     keeps_sizes = context.broadcast_object(early is not None and context.is_rank0 and run.sizes == with_data.sizes)
     planned = early.rebase(rss_bytes()) if early is not None and keeps_sizes else _plan_on_main(with_data, context)
     assert planned is not None
@@ -278,6 +280,7 @@ def _check_memory(run: ResolvedRun, planned: Plan, context: DistContext, *, is_w
     Raises:
         UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
     """
+    # only rank 0 searches for settings that fit, and only for the first warning
     fit = check_fit(run.recipe, planned, search=context.is_rank0 and not is_warned, task_data=run.data)
 
     def refuse() -> None:
@@ -303,6 +306,7 @@ def _open_sinks(
     def write() -> None:
         if start.checkpoint is None:
             folder.clear()  # late, so that a new run with a fault replaces nothing
+            # the launch id comes before all other files: `check_replaceable` takes a folder without it for foreign
             folder.write_launch(launch_id())
             folder.write_recipe(recipe)
         else:
@@ -350,5 +354,6 @@ def _finish(folder: RunDir, name: str, outcome: Outcome, context: DistContext) -
             write_report([read_run(folder.path, records)], folder.report)
 
     context.run_on_all(write, taking_part=context.is_writer)
+    # rank 0 is always a writer, so its metrics are complete
     metrics = context.broadcast_object(metrics)
     return RunResult(folder.path, str(metrics["status"]), outcome.step, metrics)

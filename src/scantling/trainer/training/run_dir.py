@@ -82,6 +82,7 @@ class RunDir:
             raise UserError(f"the run directory {self.path} is a file; give another --run-dir") from None
         except OSError as error:
             problem = error.strerror or error
+            # some network file systems do not support flock
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise UserError(
                     f"cannot lock the run directory {self.path}: {problem}; give a --run-dir on another file system"
@@ -102,6 +103,7 @@ class RunDir:
         """
         for folder, remove in ((self.checkpoints, remove_all), (self.tensorboard, _remove_events)):
             if folder.is_symlink():
+                # a link to an empty folder stays: the new run writes through it
                 if not folder.is_dir() or any(folder.iterdir()):
                     logger.warning("removed %s, a link; its target %s stays", folder, folder.readlink())
                     folder.unlink()
@@ -141,6 +143,7 @@ class RunDir:
             content = read_json_object(self.environment)
         except UserError:
             return 1, "auto"
+        # "cuda:0" -> "cuda"
         world_size, device = content.get("world_size"), str(content.get("device")).partition(":")[0]
         if not isinstance(world_size, int) or not 0 < world_size < 10**7:
             world_size = 1
@@ -192,6 +195,7 @@ def environment() -> dict[str, Any]:
         "hardware": {
             "platform": platform.platform(),
             "cpu": _cpu_name(),
+            # cores that this process may use, not all cores of the machine
             "cpu_count": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

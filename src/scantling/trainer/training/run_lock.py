@@ -52,6 +52,7 @@ def lock_run_dir(
     _check_checkpoints_link(folder, context)
     if is_restart():
         resume, force = _decide_after_restart(folder, context, resume=resume, force=force)
+    # gathered on all ranks before the lock of any of them creates the folder
     exists = folder.holds_run() or folder.was_locked()
     exists_anywhere = any(context.all_gather_object(exists))
 
@@ -64,6 +65,7 @@ def lock_run_dir(
     try:
         context.run_on_all(lock, taking_part=context.is_writer)
     except UserError:
+        # another rank may have failed: do not keep the lock
         folder.unlock()
         raise
     return folder, context, resume
@@ -110,7 +112,9 @@ def _decide_after_restart(folder: RunDir, context: DistContext, *, resume: bool,
     by_writer = [each for rank, each in enumerate(context.all_gather_object([started, has_saved])) if rank in writers]
     if not any(any_started for any_started, _ in by_writer):
         return resume, force
+    # a folder without any checkpoint means that no save is complete in all folders
     resumes = all(any_saved for _, any_saved in by_writer)
+    # starting from step 0 replaces the files that this launch wrote, which needs `force`
     return resumes, (started and not resumes) or force
 
 
@@ -132,6 +136,7 @@ def _lock_free_name(base: Path, context: DistContext) -> tuple[RunDir, DistConte
             except InUseError:
                 is_taken = True
             else:
+                # check again under the lock: a run may have started and ended since the gather
                 is_taken = folder.holds_run()
 
         context.run_on_all(lock, taking_part=context.is_writer)

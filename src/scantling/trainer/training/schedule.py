@@ -87,5 +87,6 @@ def lr_factor(
         return 1.0
     # decay from 1 to min_ratio
     progress = (step - start) / max(1, steps - start)
+    # cosine: (1 + cos(pi p)) / 2. Linear and wsd: 1 - p
     share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
     return min_ratio + (1 - min_ratio) * share

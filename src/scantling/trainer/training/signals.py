@@ -15,6 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 BURST_S = 1.0
 """A Ctrl-C within this time after another one is the same request."""
+# time of the last Ctrl-C that counted; initially so early that the first one counts
 _counted = -BURST_S
 _is_interrupted = False
 
@@ -75,6 +76,7 @@ class StopSignal:
         if self.received is not None:  # a second SIGINT
             handler = self._again or self._before[signal.SIGINT]
             signal.signal(number, handler)
+            # `interrupt` would ignore this Ctrl-C, because `_begins_burst` has just counted it
             if handler is interrupt:
                 raise KeyboardInterrupt
             signal.raise_signal(number)

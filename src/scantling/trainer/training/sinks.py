@@ -62,6 +62,7 @@ class JsonlSink(Sink):
 
     def record(self, record: Record) -> None:
         with self._run_errors():
+            # NaN is not JSON: fail here instead of in each reader
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -134,6 +135,7 @@ class Sinks(Sink):
 
     def close(self) -> None:
         with ExitStack() as stack:  # close all, also after an error
+            # the stack calls the last callback first, so this closes in the given order
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
 

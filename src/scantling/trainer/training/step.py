@@ -102,8 +102,11 @@ class Stepper:
         checks = self._reduce_checks(loss_sum, norm, stop(), batches)
         total, bad_losses, bad_norms, stops, skipped_targets = checks
         self.watch.lap("exchange")
+        # reading waits for the device: do it only after the passes are queued
         targets, tokens = counts.tolist()
+        # a finite loss with non-finite fp16 gradients means that the loss scale was too large
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
+        # ranks whose gradients the exchange left out are no failure, unless it left out all
         if bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
             self._raise_nonfinite(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         # clip and update
@@ -111,7 +114,9 @@ class Stepper:
             self.graphs.run_update()
         else:
             self._update(norm)
+            # free the gradients; those of graphs stay, because their addresses are captured
             self.optimizer.zero_grad(set_to_none=True)
+        # the scale starts at 2**16 and is halved after each overflow
         if overflow and self.scaler.get_scale() < 2.0**-16:
             raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")
         if self.tensor.end_step(step, self.optimizer, self.exchange):
@@ -122,12 +127,14 @@ class Stepper:
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Return the targets and tokens of all processes, (2,), on the device."""
         device = self.context.device
+        # float64 counts exactly up to 2**53; MPS has no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         own = [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)]
         return self.context.all_reduce(torch.tensor(own, dtype=torch.float64).to(device, dtype))
 
     def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
         """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
+        # (3,): count non-finite values separately, because one NaN makes the whole sum NaN
         own = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_skipped = 0.0
         if self.exchange.local_nonfinite:  # this process's gradient was NaN or Inf and went into no exchange
@@ -160,6 +167,7 @@ class Stepper:
                     with autocast(self.compute, device):
                         loss = self.task.loss(self.forward_model, batch).loss
                     loss_sum += loss.detach()
+                    # the loss is a sum over targets; `scale` makes it this batch's share of the mean
                     scaled = self.tensor.add_penalty(loss * scale, 1.0 / len(batches))
                     self.watch.lap("forward")
                     if self.release is not None and last and not torch.isfinite(loss_sum):
@@ -169,6 +177,7 @@ class Stepper:
         self.watch.lap("backward")
         # after this, `.grad` holds the mean over processes, or the momentum of the exchange
         self.exchange.exchange()
+        # unscale before the norm is taken, so that clipping sees the true gradients
         self.scaler.unscale_(self.optimizer)
         return loss_sum, self._total_norm()
 
@@ -261,6 +270,7 @@ class SharedGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_available() and dist.is_initialized():
+            # 1 on one rank becomes 1 on all: each of them skips the update
             for flag in found_inf(self, optimizer):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
@@ -297,6 +307,7 @@ class GradientRelease:
 
     def total_norm(self) -> Tensor:
         """Return the global norm of the released gradients."""
+        # in the order of the parameters, so that the sum does not depend on the backward pass
         norms = [self._norms[name] for name in self._names.values() if name in self._norms]
         return torch.nn.utils.get_total_norm(norms)
 

@@ -84,6 +84,7 @@ def open_run(run_dir: str | Path, *, device: str | None = None, causal: str | No
             raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
         with init_distributed(device or recipe.train.device, timeout_s=recipe.comm.timeout) as context:
             trained = _load(folder, recipe, context)
+            # loading may take longer than a collective may wait
             context.wait_for_all()
             yield trained
 
@@ -111,6 +112,7 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext) -> TrainedRun:
     check_data(checkpoint, data.info.get("fingerprint"))
     with without_warnings():
         model = build_run_model(run)
+    # TT ranks first: they set the shapes of the weights. Pruned ranks are removed after the weights are loaded
     tensor = build_tensor_training(recipe)
     tensor.attach(model)  # the saved ranks are in the state of the rank gates
     load_tensor(tensor, checkpoint)
@@ -183,6 +185,7 @@ def _reload_difference(task: Task, model: Any, folder: Path) -> float:
     before = model.eval()(**inputs).logits
     after = reloaded.eval()(**inputs).logits
     difference = float((before - after).abs().max())
+    # `not <=` also refuses NaN
     if not difference <= 1e-4 * max(1.0, float(before.abs().max())):
         raise RunError(
             f"the exported folder gives other logits than the run (largest difference {difference:.1e}; allowed is "
