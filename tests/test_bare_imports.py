@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 CORE = ("torch", "numpy", "safetensors")
 BLOCK = """
 import sys
@@ -35,47 +36,6 @@ for name in NAMES:
     except ModuleNotFoundError as error:
         missing[name] = error.name
 print(json.dumps(missing))
-"""
-STEPS = """
-import torch
-import scantling as sc
-from torch import nn
-
-x = torch.randn(8, 64)
-
-def step(make):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    optimizer = make(net)
-    adapter = sc.RankAdapter(net, size_target=0.5, steps=1) if make is rank_adapter else None
-    before = [param.detach().clone() for param in net.parameters()]
-    loss = net(x).square().mean()
-    (loss if adapter is None else adapter.loss(loss)).backward()
-    optimizer.step()
-    assert torch.isfinite(loss)
-    assert any(not torch.equal(old, new) for old, new in zip(before, net.parameters()))
-    print(make.__name__)
-
-def came(net):
-    return sc.CAME(sc.param_groups(net), lr=1e-2)
-
-def demo(net):
-    return sc.DeMo(sc.param_groups(net), lr=1e-2)
-
-def tensorize(net):
-    return torch.optim.SGD(sc.tensorize(net, rank=8).parameters(), lr=1e-2)
-
-rank_adapter = lambda net: tensorize(net)
-rank_adapter.__name__ = "rank_adapter"
-
-def quantize_training(net):
-    return came(sc.quantize_training(net, weights="int8", activations="int8"))
-
-def quantize_weights(net):
-    return came(sc.quantize_weights(net, "int4"))
-
-for make in (came, demo, tensorize, rank_adapter, quantize_training, quantize_weights):
-    step(make)
 """
 EXTRAS = """
 import scantling as sc
@@ -116,25 +76,28 @@ def run_bare(code: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process that can import the standard library and the core packages alone."""
     blocked = modules_outside_core()
     assert {"transformers", "pydantic", "typer", "scipy", "datasets", "yaml", "rich", "opt_einsum"} <= set(blocked)
-    code = BLOCK.replace("BLOCKED", repr(blocked)) + code
+    block = BLOCK.replace("BLOCKED", repr(blocked))
+    code = f"{block}exec(compile({code!r}, 'code', 'exec'), {{'__name__': '__main__'}})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
 def test_methods_take_a_step_with_core_packages_only() -> None:
-    done = run_bare(STEPS)
+    done = run_bare((ROOT / "scripts" / "smoke.py").read_text())
     assert done.stdout.split() == [
         "came",
         "demo",
         "tensorize",
-        "rank_adapter",
         "quantize_training",
         "quantize_weights",
+        "rank_adapter",
+        "densify",
+        "laws",
     ], done.stderr
 
 
 def test_methods_import_with_core_packages_only() -> None:
     """Only Triton kernels and modules about transformers need more."""
-    source = Path(__file__).parents[1] / "src" / "scantling"
+    source = ROOT / "src" / "scantling"
     packages = ("comm", "laws", "numerics", "optim", "precision", "tensor")
     files = sorted(path for name in packages for path in (source / name).rglob("*.py"))
     names = [".".join(path.relative_to(source.parent).with_suffix("").parts) for path in files]
