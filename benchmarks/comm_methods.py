@@ -181,7 +181,7 @@ def local_steps(
 def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
     """Return a replica with sc.DeMo."""
     optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr, **options)
-    planned = optimizer.exchange.planned_wire_bytes_a_step
+    planned = optimizer.exchange.planned_wire_bytes_per_step
     sent = published_bytes(optimizer.exchange) if options.get("compat") == "paper" else None
     return Replica(
         model,
@@ -225,7 +225,7 @@ def exchanged(
     optimizer = make(own, lr=lr)
 
     def computed() -> float:
-        return float(exchange.planned_wire_bytes_a_step())
+        return float(exchange.planned_wire_bytes_per_step())
 
     return Replica(model, optimizer, computed, lambda: exchange.wire_bytes, exchanging=exchange.exchange)
 

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scantling.errors import UserError
+from scantling.trainer.training.checkpoint import verify_checkpoint
+
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 3, 2**31 - 1, 2**31, 2**63, 10**30, 10**400, 0.5, 1e300, float("nan"), float("inf")),
     *("", "x", "\ud800", "bytes", "../x", "a" * 300, [], [1], [None], ["x"], {}, {"a": 1}, {"": []}, [[[[]]]]),
@@ -179,3 +182,12 @@ def check_damage(
                 raise
         shutil.rmtree(copy)
     return found
+
+
+def find_damage(path: Path, *, weights_only: bool = False) -> str | None:
+    """Return the fault of a checkpoint folder as text, or None; arguments as of `verify_checkpoint`."""
+    try:
+        verify_checkpoint(path, weights_only=weights_only)
+    except (UserError, OSError) as error:
+        return str(error)
+    return None

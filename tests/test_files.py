@@ -13,9 +13,10 @@ from scantling import files
 from scantling.distributed.context import SINGLE_PROCESS
 from scantling.errors import RunError, UserError
 from scantling.trainer.data.cache import Cache
-from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
+from scantling.trainer.training.checkpoint import Checkpointer, State
 from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import JsonlSink
+from tests.damage import find_damage
 
 
 def test_write_atomic_follows_no_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from scantling.cli import INTERRUPTED, commands, run
 from scantling.trainer.training import signals
-from scantling.trainer.training.checkpoint import find_damage
+from tests.damage import find_damage
 from tests.runs import start_scantling, tiny_recipe, wait_for_step, write_recipe
 
 heard: list[str] = []

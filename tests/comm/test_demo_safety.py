@@ -137,7 +137,7 @@ def test_wire_bytes_are_of_the_step() -> None:
         planned = made.planned_wire_bytes()
         assert found[:5] == [0, planned, 0, planned, 0]
         assert found[5] > planned + 4 * sum(param.numel() for param in params[:3]) / 2
-        total = made.planned_wire_bytes_a_step() * 8
+        total = made.planned_wire_bytes_per_step() * 8
         assert sum(found) == pytest.approx(total, abs=found[5] - planned)
 
     together(2, work)

@@ -9,9 +9,9 @@
 With each strategy all replicas compute the mean from the same bytes in the same order, so that it is bitwise equal.
 Messages that are marked invalid (NaN or Inf at their sender) are left out of the mean.
 
-Coefficients that an owner does not select are not applied and stay in the residuals of their senders. An owner adds N
-times its own rounding error of the mean to its residual, so that the mean of the residuals over all replicas loses
-exactly the applied mean.
+Coefficients that an owner does not select are not applied and stay in the residuals of their senders. An owner adds
+its own rounding error of the mean, times the number of valid senders, to its residual, so that all residuals together
+lose the applied mean once for each valid sender.
 """
 
 from __future__ import annotations

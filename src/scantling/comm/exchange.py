@@ -601,7 +601,7 @@ class MomentumExchange:
         """
         return planned_wire_bytes(self.param_groups, self.config, num_processes or self.replicas.world_size)
 
-    def planned_wire_bytes_a_step(self, num_processes: int | None = None) -> float:
+    def planned_wire_bytes_per_step(self, num_processes: int | None = None) -> float:
         """Return the mean bytes per step, with `sync_every` and `state_sync_every`; see `planned_wire_bytes`."""
         return planned_wire_bytes_per_step(self.param_groups, self.config, num_processes or self.replicas.world_size)
 

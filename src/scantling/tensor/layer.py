@@ -59,7 +59,7 @@ class Formats(Protocol):
         """Quantize a core."""
 
     def output(self, y: Tensor) -> Tensor:
-        """Quantize the gradient of the output."""
+        """Return the output; its gradient is quantized in the backward pass."""
 
     @property
     def matmul(self) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -15,7 +15,7 @@ from scantling.distributed.context import DistContext
 from scantling.distributed.peers import ARRIVED, group_store
 from scantling.errors import UserError
 from scantling.trainer.training import checkpoint
-from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State, find_damage
+from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State
 from scantling.trainer.training.checkpoint_state import (
     load_model,
     load_optimizer,
@@ -26,6 +26,7 @@ from scantling.trainer.training.checkpoint_state import (
     rng_state,
 )
 from tests import processes
+from tests.damage import find_damage
 
 SINGLE_PROCESS = DistContext(0, 1, torch.device("cpu"))
 

@@ -9,9 +9,10 @@ import torch
 
 import scantling as sc
 from scantling.errors import RunError, UserError
-from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage
+from scantling.trainer.training.checkpoint import Checkpointer, State
 from scantling.trainer.training.run_dir import RunDir
 from scantling.trainer.training.sinks import EVENTS_SUFFIX
+from tests.damage import find_damage
 from tests.runs import tiny_recipe
 from tests.trainer.training.test_checkpoint import SINGLE_PROCESS, newest_path
 

@@ -16,10 +16,11 @@ import torch
 
 from scantling.errors import UserError
 from scantling.trainer.training import checkpoint_index, checkpoint_manifest
-from scantling.trainer.training.checkpoint import Checkpointer, State, find_damage, load_tensors
+from scantling.trainer.training.checkpoint import Checkpointer, State, load_tensors
 from scantling.trainer.training.checkpoint_index import INDEX, METADATA
 from scantling.trainer.training.checkpoint_manifest import MANIFEST, file_digest, read_manifest, write_manifest
 from scantling.trainer.training.checkpoint_state import merge_states, rng_state
+from tests.damage import find_damage
 from tests.trainer.training.test_checkpoint import SINGLE_PROCESS, newest_path
 
 Content = dict[str, Any]

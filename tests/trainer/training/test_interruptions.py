@@ -25,11 +25,12 @@ import scantling as sc
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, UserError
 from scantling.trainer.data.cache import _locked
-from scantling.trainer.training.checkpoint import Checkpointer, find_damage
+from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.run_dir import InUseError, RunDir
 from scantling.trainer.training.sinks import Sink, Sinks
 from scantling.trainer.training.step import Stepper
 from scantling.trainer.training.trained_run import evaluate_run
+from tests.damage import find_damage
 from tests.runs import (
     command,
     records,

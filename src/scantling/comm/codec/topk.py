@@ -81,7 +81,7 @@ class TopKCodec:
         return unpack_indices(packed[:start], count, self.k, self.size), values
 
     def round_trip(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return what `unpack` gives of what `pack` makes: the same indices, and quantized values."""
+        """Pack and unpack: return the same indices, and the values as they are after quantization."""
         count, length = values.shape
         return index, dequantize(quantize(values, self.values), count, length, self.values)
 

@@ -60,7 +60,7 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
     copies = 1 if frees_gradients(recipe) else 2
 
     @cache
-    def bytes_of(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
+    def tt_param_bytes(shape: tuple[int, ...], dtype: torch.dtype, role: Role, dims: MatrixDims) -> float:
         def make_group(shape: tuple[int, ...], role: Role, dims: MatrixDims) -> dict[str, Any]:
             param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             return {"params": [param], "role": role, "matrix_dims": dims}
@@ -77,6 +77,6 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
         # the added matrix has state in both predictions, so the difference is the state of the core
         return copies * prod(shape) * dtype.itemsize + both - alone
 
-    probe = bytes_of((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
+    probe = tt_param_bytes((2, 2, 2), torch.float32, "matrix", ((0, 1), (2,)))
     # NaN differs from itself: the state size of this optimizer is unknown
-    return bytes_of if probe == probe else None
+    return tt_param_bytes if probe == probe else None

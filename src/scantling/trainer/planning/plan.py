@@ -344,7 +344,7 @@ def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
     options = recipe.comm.demo_options
     # meta parameters are enough, because only shapes determine the layout of the messages
     exchange = MomentumExchange(exchange_groups(model, options), **options)
-    return round(exchange.planned_wire_bytes_a_step(world_size)), exchange.planned_state_bytes()
+    return round(exchange.planned_wire_bytes_per_step(world_size)), exchange.planned_state_bytes()
 
 
 def _working_memory(

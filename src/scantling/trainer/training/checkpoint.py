@@ -140,15 +140,6 @@ def _verify_file(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
         raise UserError(f"{name} does not match its checksum")
 
 
-def find_damage(path: Path, *, weights_only: bool = False) -> str | None:
-    """Return the fault of a checkpoint folder as text, or None; arguments as of `verify_checkpoint`."""
-    try:
-        verify_checkpoint(path, weights_only=weights_only)
-    except (UserError, OSError) as error:
-        return str(error)
-    return None
-
-
 class Checkpointer:
     """Saves and finds the checkpoints of one run.
 
