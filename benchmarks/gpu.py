@@ -43,18 +43,24 @@ def parts(out: Path) -> list[Part]:
         """Return a part that runs optim_gpu.py."""
         return Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
 
+    def steps(batch: int) -> Part:
+        """Return a part that times training steps of the six-encoder transformer at one batch size."""
+        name = f"tensor-steps-{batch}"
+        found = str(out / f"gpu-{name}.json")
+        return Part(name, 120, (tensor, "steps", "--batches", str(batch), "--rounds", "10", "--out", found))
+
     precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")
     return [
         Part(
             "tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
         ),
+        *(steps(batch) for batch in (32, 128, 1)),
+        Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         alone("optim-step-350m", 90, "--size", "350m"),
         Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
         Part("low-precision", 120, (*precision, "--out", str(out / "gpu-low-precision.json"))),
-        Part("tensor-steps", 240, (tensor, "steps", "--out", str(out / "gpu-tensor-steps.json"))),
         alone("optim-tokens-350m", 120, "--size", "350m", "--end-to-end", "--rounds", "20"),
         alone("optim-step-1.3b", 100, "--size", "1.3b", "--rounds", "30"),
-        Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         Part(
             "train-llama-130m-compiled",
             150,
