@@ -46,10 +46,13 @@ DEFAULTS: dict[str, Any] = {
     "embedding_rank": 32,
     "num_modes": None,
     "lr": 1e-3,
-    "rule": "ratio",  # how the rates of cores follow from lr
+    "power": 0.0,  # the rate of a core is proportional to this power of `relative_rate`
     "core": 1 / 3,
     "embedding": 1 / 3,
-    "gain": None,  # None, gates, bond, layer
+    "gain": None,  # gates (one for each rank of a bond), layer (one scale), or None
+    "residual": None,  # diagonal: add d * x to the output of square layers
+    "init_scale": 1.0,  # factor on the standard deviation of all matrices
+    "clip": None,  # largest norm of the gradient
     "gate": 10.0,
     "target": None,
     "begin": 0.0,
@@ -148,14 +151,49 @@ def build_model(spec: dict[str, Any], num_labels: int) -> nn.Module:
         num_labels=num_labels,
         hidden_dropout_prob=spec["dropout"],
         attention_probs_dropout_prob=spec["dropout"],
+        attn_implementation="eager",  # vmap has no rule for all fused forms
     )
     model = BertForSequenceClassification(config)
     if spec["form"] != "dense":
-        rank: dict[str, Any] = {"*.dense": spec["rank"], "*.self.*": spec["rank"]}
+        rank: dict[str, Any] = {}
+        if spec["rank"]:
+            rank = {"*.dense": spec["rank"], "*.self.*": spec["rank"]}
         if spec["embedding_rank"]:
             rank = {"*.word_embeddings": spec["embedding_rank"], **rank}
+        scale_matrices(model, spec["init_scale"])
         sc.tensorize(model, rank, format=spec["form"], num_modes=spec["num_modes"])
+    else:
+        scale_matrices(model, spec["init_scale"])
+    for layer in tt_layers(model).values():
+        if spec["gain"] == "layer":
+            add_gain(layer)
+        if spec["residual"] == "diagonal" and isinstance(layer, TTLinear) and layer.in_features == layer.out_features:
+            add_diagonal(layer)
     return model
+
+
+@torch.no_grad()
+def scale_matrices(model: nn.Module, scale: float) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and scale != 1.0:
+            module.weight.mul_(scale)
+
+
+def add_gain(layer: TTLayer) -> None:
+    """Scale the output of a layer, without its bias, by a trainable number."""
+    layer.gain = nn.Parameter(torch.ones(()))
+
+    def scaled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        bias = getattr(module, "bias", None)
+        return output * module.gain if bias is None else (output - bias) * module.gain + bias
+
+    layer.register_forward_hook(scaled)
+
+
+def add_diagonal(layer: TTLinear) -> None:
+    """Add a trainable diagonal matrix to the weight of a square layer."""
+    layer.diagonal = nn.Parameter(torch.zeros(layer.in_features))
+    layer.register_forward_hook(lambda module, inputs, output: output + inputs[0] * module.diagonal)
 
 
 def tt_layers(model: nn.Module) -> dict[str, TTLayer]:
@@ -189,8 +227,8 @@ def parameter_groups(spec: dict[str, Any], model: nn.Module) -> list[dict[str, A
     for layer in tt_layers(model).values():
         scale = spec["embedding"] if isinstance(layer, TTMEmbedding) else spec["core"]
         for core in layer.chain:
-            rates[id(core)] = scale * (relative_rate(layer, core) if spec["rule"] == "relative" else 1.0)
-        for gate in layer.rank_gates or ():
+            rates[id(core)] = scale * (relative_rate(layer, core) ** spec["power"] if spec["power"] else 1.0)
+        for gate in [*(layer.rank_gates or ()), *([layer.gain] if hasattr(layer, "gain") else [])]:
             rates[id(gate)] = spec["gate"]
     groups: dict[tuple[float, bool], list[Tensor]] = {}
     for name, param in model.named_parameters():
@@ -202,80 +240,147 @@ def parameter_groups(spec: dict[str, Any], model: nn.Module) -> list[dict[str, A
     ]
 
 
-# --- a run ---
+# --- training ---
 
 
-class Run:
-    """A model in training, advanced by `advance`."""
+MEMBER_KEYS = ("seed", "lr", "core", "embedding", "gate", "weight_decay", "power")
+"""Keys in which the members of one ensemble may differ."""
 
-    def __init__(self, spec: dict[str, Any], data: Data, device: str) -> None:
+
+def structure(spec: dict[str, Any]) -> str:
+    """Return a key that is equal for runs that can train as members of one ensemble."""
+    return json.dumps({key: value for key, value in filled(spec).items() if key not in MEMBER_KEYS}, sort_keys=True)
+
+
+class Ensemble:
+    """Models of one structure that train side by side in the same operations, by `torch.vmap` over stacked parameters.
+
+    Their seeds, batches and learning rates differ. A step has as many kernels as that of a single model.
+    """
+
+    def __init__(self, specs: list[dict[str, Any]], data: Data, device: str) -> None:
         self.began = time.time()
-        self.spec, self.data, self.device = spec, data, device
-        self.model = build_model(spec, data.labels_count).to(device).train()
-        self.adapter: sc.RankAdapter | None = None
-        steps = spec["steps"]
-        if spec["target"] is not None:
-            every = OBSERVED_EVERY if device == "cuda" else 1
-            begin, end = (round(spec[key] * steps) // every for key in ("begin", "adapt"))
-            self.adapter = sc.RankAdapter(
-                self.model,
-                size_target=spec["target"],
-                begin=begin,
-                steps=end,
-                interval=20 // every,
-                memory=0.98**every,
-            )
-        elif spec["gain"] == "gates":
-            for layer in tt_layers(self.model).values():
-                layer.attach_gates(1e-2)
-        groups = parameter_groups(spec, self.model)
-        self.base_rates = [group["lr"] for group in groups]
-        on_gpu = device == "cuda"
-        for group in groups:
-            group["lr"] = torch.tensor(group["lr"], device=device)
-        self.optimizer = torch.optim.AdamW(groups, betas=spec["betas"], fused=True, capturable=on_gpu)
-        generator = torch.Generator().manual_seed(1000 + spec["seed"])
-        count = len(data.ids)
-        per_epoch = count // spec["batch"]
-        order = [
-            torch.randperm(count, generator=generator)[: per_epoch * spec["batch"]].view(per_epoch, spec["batch"])
-            for _ in range(-(-steps // per_epoch))
-        ]
-        self.order = torch.cat(order)[:steps].to(device)
-        warm = max(1, round(spec["warmup"] * steps))
-        factors = [min((i + 1) / warm, (steps - i) / max(1, steps - warm)) for i in range(steps)]
-        self.factors = torch.tensor(factors, dtype=torch.float32, device=device)
-        self.step_index = torch.zeros((), dtype=torch.long, device=device)
-        self.losses = torch.zeros(steps, device=device)
+        self.specs, self.data, self.device = [filled(spec) for spec in specs], data, device
+        self.shared = shared = self.specs[0]
+        self.steps = shared["steps"]
+        self.models = [build_model(spec, data.labels_count).to(device).train() for spec in self.specs]
+        self.adapters: list[sc.RankAdapter] = []
+        for model in self.models:
+            if shared["target"] is not None:
+                begin, end = (round(shared[key] * self.steps) // OBSERVED_EVERY for key in ("begin", "adapt"))
+                memory = 0.98**OBSERVED_EVERY
+                self.adapters.append(
+                    sc.RankAdapter(
+                        model, size_target=shared["target"], begin=begin, steps=end, interval=2, memory=memory
+                    )
+                )
+            elif shared["gain"] == "gates":
+                for layer in tt_layers(model).values():
+                    layer.attach_gates(1e-2)
+        self._stack()
+        self._make_batches()
         self.step_number = 0
-        self.stream = torch.cuda.Stream() if on_gpu else None
+        self.stream = torch.cuda.Stream() if device == "cuda" else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def forward(self, ids: Tensor) -> Tensor:
-        # A 4-D mask is used as given, without the checks of its values that transformers would make on the host.
-        mask = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).masked_fill(ids == 0, -1e9)
-        logits: Tensor = self.model(ids, attention_mask=mask[:, None, None, :].expand(-1, 1, ids.shape[1], -1)).logits
-        return logits
+    @torch.no_grad()
+    def _stack(self) -> None:
+        """Move the parameters of all models into one matrix with a row for each model, and their gradients too."""
+        count = sum(param.numel() for param in self.models[0].parameters())
+        members = len(self.models)
+        self.flat, self.grad, self.rates = (torch.zeros(members, count, device=self.device) for _ in range(3))
+        self.decay = torch.zeros(members, count, device=self.device)
+        self.mean, self.square = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        names = {id(param): name for name, param in self.models[0].named_parameters()}
+        self.params: dict[str, Tensor] = {}
+        self.orthogonal: list[tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor]] = []
+        shared = self.shared
+        rates = [
+            {id(param): (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
+            for groups in (parameter_groups(spec, model) for spec, model in zip(self.specs, self.models, strict=True))
+        ]
+        begin = 0
+        for same in zip(*(model.parameters() for model in self.models), strict=True):
+            end, shape = begin + same[0].numel(), (members, *same[0].shape)
+            for row, param in enumerate(same):
+                self.flat[row, begin:end] = param.detach().flatten()
+                self.rates[row, begin:end], self.decay[row, begin:end] = rates[row][id(param)]
+            stacked = self.flat[:, begin:end].view(shape)
+            gradient = self.grad[:, begin:end].view(shape)
+            for row, param in enumerate(same):  # each model stays usable by itself
+                param.data, param.grad = stacked[row], gradient[row]
+            leaf = stacked.detach().requires_grad_()
+            leaf.grad = gradient
+            self.params[names[id(same[0])]] = leaf
+            if shared["optimizer"] == "muon" and ".cores." in names[id(same[0])]:
+                self._add_orthogonal(same, begin, end)
+            begin = end
+        self.decay *= self.rates
+
+    def _add_orthogonal(self, same: Any, begin: int, end: int) -> None:
+        """Step a core by orthogonalized momentum from now on, relative to its initial spectral norm."""
+        core = same[0]
+        shape = (len(same), core.shape[:-1].numel(), core.shape[-1])
+        scale = torch.stack([torch.linalg.matrix_norm(param.flatten(0, -2), ord=2) for param in same]).view(-1, 1, 1)
+        rate = self.rates[:, begin].view(-1, 1, 1) * scale
+        self.rates[:, begin:end] = 0.0  # AdamW does not step it
+        places = (self.flat[:, begin:end], self.grad[:, begin:end], self.mean[:, begin:end])
+        self.orthogonal.append((shape, *places, rate))
+
+    def _make_batches(self) -> None:
+        batch, steps, count = self.shared["batch"], self.steps, len(self.data.ids)
+        orders = []
+        for spec in self.specs:
+            generator = torch.Generator().manual_seed(1000 + spec["seed"])
+            epochs = [
+                torch.randperm(count, generator=generator)[: count // batch * batch].view(-1, batch)
+                for _ in range(-(-steps // (count // batch)))
+            ]
+            orders.append(torch.cat(epochs)[:steps])
+        self.order = torch.stack(orders, 1).to(self.device)  # (steps, members, batch)
+        warm = max(1, round(self.shared["warmup"] * steps))
+        factors = [min((i + 1) / warm, (steps - i) / max(1, steps - warm)) for i in range(steps)]
+        self.factors = torch.tensor(factors, dtype=torch.float32, device=self.device)
+        self.step_index = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.losses = torch.zeros(steps, len(self.specs), device=self.device)
+
+    def _loss(self, params: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.func.functional_call(self.models[0], params, (ids,), {"attention_mask": attention_mask(ids)}).logits
+        return nn.functional.cross_entropy(logits, labels)
 
     def one_step(self) -> None:
         """Take a step; everything that changes between steps is read on the device."""
-        index = self.order.index_select(0, self.step_index.view(1)).view(-1)
-        ids, labels = self.data.ids.index_select(0, index), self.data.labels.index_select(0, index)
+        index = self.order.index_select(0, self.step_index).squeeze(0)
+        ids, labels = self.data.ids[index], self.data.labels[index]  # (members, batch, length), (members, batch)
         if self.device == "cpu":
-            ids = ids[:, : int((ids != 0).sum(1).max())]
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"].copy_(self.factors.index_select(0, self.step_index.view(1)).view(()) * base)
-        loss = nn.functional.cross_entropy(self.forward(ids), labels)
-        self.losses.index_copy_(0, self.step_index.view(1), loss.detach().view(1))
-        if self.adapter is not None:
-            loss = self.adapter.objective(loss)
-        self.optimizer.zero_grad(set_to_none=self.device == "cpu")
-        loss.backward()
-        self.optimizer.step()
+            ids = ids[:, :, : int((ids != 0).sum(-1).max())]
+        losses = torch.vmap(self._loss, randomness="different")(self.params, ids, labels)
+        self.losses.index_copy_(0, self.step_index, losses.detach()[None])
+        self.grad.zero_()
+        losses.sum().backward()
+        if self.shared["clip"] is not None:
+            self.grad *= (self.shared["clip"] / self.grad.norm(dim=1, keepdim=True)).clamp(max=1.0)
+        self._adamw()
         self.step_index += 1
 
+    @torch.no_grad()
+    def _adamw(self) -> None:
+        """Step all models by AdamW, each with its own rates."""
+        beta1, beta2 = self.shared["betas"]
+        count = (self.step_index + 1).double()
+        correction1, correction2 = (1.0 - beta1**count).float(), (1.0 - beta2**count).float()
+        factor = self.factors.index_select(0, self.step_index)
+        self.mean.lerp_(self.grad, 1.0 - beta1)
+        self.square.mul_(beta2).addcmul_(self.grad, self.grad, value=1.0 - beta2)
+        update = self.mean / (self.square / correction2).sqrt_().add_(1e-8)
+        self.flat.addcmul_(self.flat, self.decay * factor, value=-1.0)
+        self.flat.addcmul_(update, self.rates * (factor / correction1), value=-1.0)
+        for shape, values, gradient, mean, rate in self.orthogonal:
+            direction = newton_schulz((gradient * (1.0 - beta1) + mean * beta1).view(shape))  # Nesterov
+            values.addcmul_((direction * rate).view(values.shape), factor.expand(values.shape), value=-1.0)
+
     def capture(self) -> None:
-        """Warm up on the side stream with the rates of the first steps, and capture the step."""
+        """Take three steps on a side stream, then capture the step."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -289,7 +394,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return self.step_number >= self.spec["steps"]
+        return self.step_number >= self.steps
 
     def advance(self) -> None:
         if self.graph is None:
@@ -299,40 +404,64 @@ class Run:
             with torch.cuda.stream(self.stream):
                 self.graph.replay()
         self.step_number += 1
-        if self.adapter is not None and self.graph is not None and self.step_number % OBSERVED_EVERY == 0:
-            self._observe()
+        if self.adapters and self.step_number % OBSERVED_EVERY == 0:
+            for adapter in self.adapters:
+                self._observe(adapter)
 
-    def _observe(self) -> None:
-        """Let the adapter count an interval as one step."""
-        assert self.adapter is not None
-        assert self.stream is not None
-        self.adapter.begin_step()
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            next(iter(self.adapter._budget.rank_gates)).mul_(1.0)  # a replay does not raise version counters
-            self.adapter.observe()
+    def _observe(self, adapter: sc.RankAdapter) -> None:
+        """Let an adapter count an interval as one step."""
+        adapter.begin_step()
+        with torch.cuda.stream(self.stream), torch.no_grad():  # no effect for None
+            next(iter(adapter._budget.rank_gates)).mul_(1.0)  # a replay does not raise version counters
+            adapter.observe()
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Any]:
-        """Return the line of the finished run."""
+    def finish(self) -> list[dict[str, Any]]:
+        """Return a line for each finished run."""
         if self.stream is not None:
             self.stream.synchronize()
         seconds = time.time() - self.began
-        if self.adapter is not None:
-            self.adapter.finish(self.optimizer)
-        self.model.eval()
-        logits = torch.cat([self.forward(part) for part in self.data.test_ids.split(256)])
-        right = logits.argmax(1) == self.data.test_labels
-        layers = tt_layers(self.model)
-        curve = [round(float(part.mean()), 4) for part in self.losses.cpu().chunk(40)]
-        return {
-            "accuracy": float(right.float().mean()),
-            "eval_loss": float(nn.functional.cross_entropy(logits, self.data.test_labels)),
-            "right": np.packbits(right.cpu().numpy()).tobytes().hex(),
-            "curve": curve,
-            "num_parameters": sum(param.numel() for param in self.model.parameters()),
-            "core_numbers": sum(core.numel() for layer in layers.values() for core in layer.chain),
-            "seconds": round(seconds, 1),
-        }
+        lines = []
+        for member, (spec, model) in enumerate(zip(self.specs, self.models, strict=True)):
+            if self.adapters:
+                self.adapters[member].finish()
+            model.eval()
+            logits = torch.cat(
+                [model(part, attention_mask=attention_mask(part)).logits for part in self.data.test_ids.split(256)]
+            )
+            right = logits.argmax(1) == self.data.test_labels
+            layers = tt_layers(model)
+            lines.append(
+                {
+                    "accuracy": float(right.float().mean()),
+                    "eval_loss": float(nn.functional.cross_entropy(logits, self.data.test_labels)),
+                    "right": np.packbits(right.cpu().numpy()).tobytes().hex() if not spec["dev"] else None,
+                    "curve": [round(float(part.mean()), 4) for part in self.losses[:, member].cpu().chunk(40)],
+                    "num_parameters": sum(param.numel() for param in model.parameters()),
+                    "core_numbers": sum(core.numel() for layer in layers.values() for core in layer.chain),
+                    "seconds": round(seconds, 1),
+                    "members": len(self.specs),
+                }
+            )
+        return lines
+
+
+def newton_schulz(matrices: Tensor) -> Tensor:
+    """Return the nearest orthonormal matrices, (batch, rows, columns), by five iterations of Muon's polynomial."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if is_tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-20)
+    for _ in range(5):
+        gram = x @ x.transpose(1, 2)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.transpose(1, 2) if is_tall else x
+
+
+def attention_mask(ids: Tensor) -> Tensor:
+    """Return a 4-D mask, which transformers uses as given, without checks of its values on the host."""
+    mask = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).masked_fill(ids == 0, -1e9)
+    return mask[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
 
 
 def finished_keys(path: Path) -> set[str]:
@@ -341,7 +470,7 @@ def finished_keys(path: Path) -> set[str]:
     return {json.loads(line)["key"] for line in path.read_text(encoding="utf-8").splitlines()}
 
 
-def train_all(specs: list[dict[str, Any]], device: str, at_once: int, seconds: float, path: Path) -> None:
+def train_all(specs: list[dict[str, Any]], device: str, at_once: int, members: int, seconds: float, path: Path) -> None:
     """Train the runs that have no line yet, several at once on a GPU; start none after the given time."""
     from scantling.trainer.training.run_dir import environment
 
@@ -356,43 +485,52 @@ def train_all(specs: list[dict[str, Any]], device: str, at_once: int, seconds: f
         "git_commit": facts["git_commit"],
     }
     data: dict[tuple[str, bool], Data] = {}
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for spec in waiting:
+        jobs.setdefault(structure(spec), []).append(spec)
+    parts = [own[i : i + members] for own in jobs.values() for i in range(0, len(own), members)]
+    parts.sort(key=lambda part: waiting.index(part[0]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    running: list[tuple[dict[str, Any], Run]] = []
-    iterator: Iterator[dict[str, Any]] = iter(waiting)
+    running: list[tuple[list[dict[str, Any]], Ensemble]] = []
+    iterator = iter(parts)
     with open(path, "a", encoding="utf-8") as file:
         while True:
             while len(running) < at_once and time.monotonic() < end:
-                spec = next(iterator, None)
-                if spec is None:
+                part = next(iterator, None)
+                if part is None:
                     break
-                own = filled(spec)
+                own = filled(part[0])
                 place = (own["data"], own["dev"])
                 if place not in data:
                     data[place] = Data(*place, device)
                 try:
-                    run = Run(own, data[place], device)
+                    ensemble = Ensemble(part, data[place], device)
                     if device == "cuda":
-                        run.capture()
-                except Exception as error:
-                    print(f"failed: {spec}: {type(error).__name__}: {error}", flush=True)
-                    raise
-                running.append((spec, run))
+                        ensemble.capture()
+                except (RuntimeError, sc.UserError) as error:  # other structures may still work
+                    print(f"failed: {part[0]}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+                    continue
+                running.append((part, ensemble))
             if not running:
                 return
             for _ in range(20):
-                for _, run in running:
-                    if not run.is_done:
-                        run.advance()
+                for _, ensemble in running:
+                    if not ensemble.is_done:
+                        ensemble.advance()
             for item in list(running):
-                spec, run = item
-                if run.is_done:
-                    line = {"key": spec_key(spec), **spec, **run.finish(), **named, "at_once": at_once}
+                if not item[1].is_done:
+                    continue
+                for spec, found in zip(item[0], item[1].finish(), strict=True):
+                    line = {"key": spec_key(spec), **spec, **found, **named}
                     file.write(json.dumps(line) + "\n")
-                    file.flush()
                     short = {key: value for key, value in spec.items() if key not in ("data", "dev")}
-                    print(f"{line['accuracy']:.4f} {line['eval_loss']:.4f} {line['num_parameters']:9} "
-                          f"{line['seconds']:6.1f}s {short}", flush=True)
-                    running.remove(item)
+                    print(
+                        f"{line['accuracy']:.4f} {line['eval_loss']:.4f} {line['num_parameters']:9} "
+                        f"{line['seconds']:6.1f}s {short}",
+                        flush=True,
+                    )
+                file.flush()
+                running.remove(item)
 
 
 def main() -> int:
@@ -401,6 +539,8 @@ def main() -> int:
     parser.add_argument("specs", nargs="?", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--members", type=int, default=8, help="most models of an ensemble")
+    parser.add_argument("--part", default="0/1", help="I/N: only this part of the structures, for N processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -410,7 +550,11 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     specs = json.loads(options.specs.read_text(encoding="utf-8"))
-    train_all(specs, options.device, options.at_once, options.seconds, options.results)
+    part, parts = map(int, options.part.split("/"))
+    # Runs of one structure stay together.
+    structures = list(dict.fromkeys(map(structure, specs)))
+    specs = [spec for spec in specs if structures.index(structure(spec)) % parts == part]
+    train_all(specs, options.device, options.at_once, options.members, options.seconds, options.results)
     return 0
 
 
