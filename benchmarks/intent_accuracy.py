@@ -49,7 +49,8 @@ DEFAULTS: dict[str, Any] = {
     "power": 0.0,  # the rate of a core is proportional to this power of `relative_rate`
     "core": 1 / 3,
     "embedding": 1 / 3,
-    "gain": None,  # gates (one for each rank of a bond), layer (one scale), or None
+    "gain": None,  # gates (one for each rank of a bond), layer (one scale), exp (one exponent), or None
+    "gain_on": None,  # TTLinear or TTMEmbedding: only these have a gain
     "residual": None,  # diagonal: add d * x to the output of square layers
     "init_scale": 1.0,  # factor on the standard deviation of all matrices
     "clip": None,  # largest norm of the gradient
@@ -165,8 +166,8 @@ def build_model(spec: dict[str, Any], num_labels: int) -> nn.Module:
     else:
         scale_matrices(model, spec["init_scale"])
     for layer in tt_layers(model).values():
-        if spec["gain"] == "layer":
-            add_gain(layer)
+        if spec["gain"] in ("layer", "exp") and spec["gain_on"] in (None, type(layer).__name__):
+            add_gain(layer, exponential=spec["gain"] == "exp")
         if spec["residual"] == "diagonal" and isinstance(layer, TTLinear) and layer.in_features == layer.out_features:
             add_diagonal(layer)
     return model
@@ -179,13 +180,14 @@ def scale_matrices(model: nn.Module, scale: float) -> None:
             module.weight.mul_(scale)
 
 
-def add_gain(layer: TTLayer) -> None:
+def add_gain(layer: TTLayer, exponential: bool) -> None:
     """Scale the output of a layer, without its bias, by a trainable number."""
-    layer.gain = nn.Parameter(torch.ones(()))
+    layer.gain = nn.Parameter(torch.zeros(()) if exponential else torch.ones(()))
 
     def scaled(module: Any, inputs: Any, output: Tensor) -> Tensor:
         bias = getattr(module, "bias", None)
-        return output * module.gain if bias is None else (output - bias) * module.gain + bias
+        gain = module.gain.exp() if exponential else module.gain
+        return output * gain if bias is None else (output - bias) * gain + bias
 
     layer.register_forward_hook(scaled)
 

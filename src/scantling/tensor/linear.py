@@ -283,7 +283,7 @@ class TTLinear(TTLayer):
         )
         if linear.bias is not None:
             made.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
-        made.cores.requires_grad_(linear.weight.requires_grad)
+        made.set_trainable(linear.weight.requires_grad)
         return made.train(linear.training)
 
     def to_dense(self) -> nn.Linear:
@@ -303,7 +303,7 @@ class TTLinear(TTLayer):
         return 2 * self.plan(tokens).macs
 
     def num_parameters(self) -> int:
-        """Return the number of parameters in cores and bias."""
+        """Return the number of parameters in cores, gain and bias."""
         return super().num_parameters() + (0 if self.bias is None else self.out_features)
 
     def extra_repr(self) -> str:

@@ -281,7 +281,7 @@ def record_tied_names(model: nn.Module) -> dict[nn.Module, dict[str, dict[str, s
 
 
 def rename_tied_names(records: dict[nn.Module, dict[str, dict[str, str]]]) -> None:
-    """Replace the names of tables by those of their cores; the old records are kept for `restore_tied_names`."""
+    """Replace the names of tables by those of their parameters; the old records are kept for `restore_tied_names`."""
     for module, before in records.items():
         after = {record: _renamed(module, pairs) for record, pairs in before.items()}
         if after == before:
@@ -302,7 +302,7 @@ def restore_tied_names(model: nn.Module) -> None:
 
 
 def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
-    """Return pairs of tied names (target, source) with the names of cores instead of the names of dense weights."""
+    """Return pairs of tied names (target, source) with the names of TT parameters instead of those of dense weights."""
     renamed = {}
     for target, source in pairs.items():
         (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")
@@ -310,8 +310,8 @@ def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
         if not (_is_tt_weight(owner, name) or _is_tt_weight(source_owner, source_name)):
             renamed[target] = source
         elif owner is source_owner and path != source_path:
-            # Two tied embeddings are one TT table under two names: each core is tied to itself.
-            renamed |= {f"{path}.cores.{i}": f"{source_path}.cores.{i}" for i in range(len(owner.cores))}  # type: ignore[arg-type]
+            # Two tied embeddings are one TT table under two names: each parameter is tied to itself.
+            renamed |= {f"{path}.{own}": f"{source_path}.{own}" for own, _ in owner.named_parameters()}
     return renamed
 
 
