@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,18 @@ def lm_models() -> Any:
 
 
 @pytest.fixture
+def lm_runs() -> Any:
+    return importlib.import_module("lm_runs")
+
+
+@pytest.fixture
 def tokens() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = {name: torch.randint(64, (size,), generator=generator) for name, size in (("train", 2000), ("valid", 400))}
     return {name: own.to(torch.int16) for name, own in ids.items()}
 
 
-def make_run(lm_accuracy: Any, tokens: dict[str, Tensor], form: str, **changes: Any) -> Any:
+def make_run(lm_runs: Any, tokens: dict[str, Tensor], form: str, **changes: Any) -> Any:
     spec = {
         "form": form,
         "fewer": 4,
@@ -61,7 +67,7 @@ def make_run(lm_accuracy: Any, tokens: dict[str, Tensor], form: str, **changes: 
         "shape": SHAPE,
         "eval_windows": None,
     }
-    return lm_accuracy.Run({**spec, **changes}, tokens, None, lm_accuracy.Ops())
+    return lm_runs.Run({**spec, **changes}, tokens, None, lm_runs.Ops())
 
 
 def test_decoder_computes_what_transformers_computes(lm_models: Any) -> None:
@@ -98,13 +104,18 @@ def test_narrower_model_has_the_size_of_the_tt_model(lm_models: Any, fewer: int)
     own = lm_models.count_parameters(lm_models.Decoder(narrow))
     assert own["num_parameters"] == narrow.num_parameters
     assert own["num_parameters"] == pytest.approx(wanted, rel=0.01)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    lm_models.tt_parameters.cache_clear()
+    lm_models.tt_parameters(shape, fewer)
+    assert torch.equal(torch.get_rng_state(), state)  # the first call must not change the weights of a model
     assert narrow.width % 8 == 0
     assert narrow.intermediate % 8 == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_reads_nothing_on_the_host(lm_accuracy: Any, tokens: dict[str, Tensor], form: str) -> None:
-    run = make_run(lm_accuracy, tokens, form)
+def test_step_reads_nothing_on_the_host(lm_runs: Any, tokens: dict[str, Tensor], form: str) -> None:
+    run = make_run(lm_runs, tokens, form)
     run.advance(1)
     with RecordReads() as mode:
         run.step()
@@ -112,10 +123,10 @@ def test_step_reads_nothing_on_the_host(lm_accuracy: Any, tokens: dict[str, Tens
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_run_follows_the_schedule_and_learns(lm_accuracy: Any, tokens: dict[str, Tensor], form: str) -> None:
+def test_run_follows_the_schedule_and_learns(lm_runs: Any, tokens: dict[str, Tensor], form: str) -> None:
     tokens = {name: own % 4 for name, own in tokens.items()}
-    run = make_run(lm_accuracy, tokens, form, steps=40)
-    factors = lm_accuracy.rate_factors(40)
+    run = make_run(lm_runs, tokens, form, steps=40)
+    factors = lm_runs.rate_factors(40)
     # 2 steps of warm-up, then down to 0 in 38
     assert factors[:3].tolist() == pytest.approx([0.5, 1.0, 1.0])
     assert float(factors[-1]) == pytest.approx(1 / 38)
@@ -134,8 +145,8 @@ def test_run_follows_the_schedule_and_learns(lm_accuracy: Any, tokens: dict[str,
     assert len(run.losses.nonzero()) == 40
 
 
-def test_evaluation_predicts_every_token_of_the_windows(lm_accuracy: Any, tokens: dict[str, Tensor]) -> None:
-    run = make_run(lm_accuracy, tokens, "dense")
+def test_evaluation_predicts_every_token_of_the_windows(lm_runs: Any, tokens: dict[str, Tensor]) -> None:
+    run = make_run(lm_runs, tokens, "dense")
     valid = tokens["valid"].long()
     windows = [valid[start : start + 17] for start in range(0, len(valid) - 16, 16)]
     with torch.no_grad():
@@ -143,10 +154,10 @@ def test_evaluation_predicts_every_token_of_the_windows(lm_accuracy: Any, tokens
     assert run.evaluate() == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-def test_forms_see_the_same_windows_in_another_order_each_epoch(lm_accuracy: Any) -> None:
-    starts = lm_accuracy.window_starts(1000, 16, 130, seed=3)
-    assert torch.equal(starts, lm_accuracy.window_starts(1000, 16, 130, seed=3))
-    assert not torch.equal(starts, lm_accuracy.window_starts(1000, 16, 130, seed=4))
+def test_forms_see_the_same_windows_in_another_order_each_epoch(lm_runs: Any) -> None:
+    starts = lm_runs.window_starts(1000, 16, 130, seed=3)
+    assert torch.equal(starts, lm_runs.window_starts(1000, 16, 130, seed=3))
+    assert not torch.equal(starts, lm_runs.window_starts(1000, 16, 130, seed=4))
     assert int(starts.max()) + 17 <= 1000
     first, second = starts[:61], starts[62:123]
     assert len(first.unique()) == 61
@@ -154,8 +165,8 @@ def test_forms_see_the_same_windows_in_another_order_each_epoch(lm_accuracy: Any
     assert not torch.equal(first, second)
 
 
-def test_gates_are_folded_before_the_evaluation(lm_accuracy: Any, tokens: dict[str, Tensor]) -> None:
-    gated, plain = (make_run(lm_accuracy, tokens, form) for form in ("tt gates", "tt"))
+def test_gates_are_folded_before_the_evaluation(lm_runs: Any, tokens: dict[str, Tensor]) -> None:
+    gated, plain = (make_run(lm_runs, tokens, form) for form in ("tt gates", "tt"))
     assert gated.counts == plain.counts
     gated.advance(10)
     ids = tokens["valid"][:34].view(2, 17).long()
@@ -194,19 +205,71 @@ def test_projection_keeps_the_leading_directions(lm_models: Any) -> None:
     torch.testing.assert_close(torch.linalg.svdvals(projections.small[0].grad), leading)
 
 
-def test_plan_starts_the_most_important_runs_first(lm_accuracy: Any) -> None:
-    class Options:
-        steps, sweep_steps, batch, tiny, forms = 8, 4, 2, True, ["dense", "tt gates"]
+class Options:
+    """Command line of a small comparison."""
 
+    steps, sweep_steps, batch, small, seconds, at_once = 8, 4, 2, True, 1e9, 2
+    gate_scale, rest_lr, device, no_compile = 10.0, 4e-3, "cpu", True
+    forms = ("dense", "tt gates")
+
+
+def test_plan_sweeps_a_form_before_its_first_run_and_starts_with_the_most_important(lm_accuracy: Any) -> None:
     plan, lines = lm_accuracy.Plan(Options()), {}
     order = []
-    while (spec := plan.next(["sweep", "seeds"], lines, [])) is not None:
+    while (spec := plan.next(["seeds"], lines, [])) is not None:
         loss = abs(spec["lr"] - 2e-3)  # best at 2e-3
         lines[lm_accuracy.spec_key(spec)] = {**spec, "eval_loss": loss}
         order.append((spec["form"], spec["fewer"], spec["seed"], spec["lr"]))
-    assert [run[0] for run in order if run[2] == 0] == ["dense"] * 3 + ["tt gates"] * 3
-    expected = [("dense", 1), ("tt gates", 4), ("tt gates", 2), ("tt gates", 8)]
-    assert [run[:3] for run in order if run[2]] == [(*one, seed) for seed in (1, 2, 3) for one in expected]
+    swept = [("dense", 1, 0)] * 4 + [("dense", 1, 1)] + [("tt gates", 4, 0)] * 3
+    first = [("tt gates", fewer, 1) for fewer in (4, 2, 8)]
+    more = [(*one, seed) for seed in (2, 3) for one in (("dense", 1), ("tt gates", 4))]
+    more += [("tt gates", fewer, seed) for seed in (2, 3) for fewer in (2, 8)]
+    assert [run[:3] for run in order] == swept + first + more
     assert {run[3] for run in order if run[2]} == {2e-3}
-    # while a run of its sweep is in flight, a form starts no other
-    assert plan.next(["sweep", "seeds"], {}, [plan.spec("dense", 4, 2e-3, 0, 4)])["form"] == "tt gates"
+
+
+def test_plan_runs_other_forms_while_a_sweep_is_in_flight(lm_accuracy: Any) -> None:
+    plan = lm_accuracy.Plan(Options())
+    spec = plan.next(["seeds"], {}, [])
+    assert spec["form"] == "dense"
+    assert plan.next(["seeds"], {}, [spec])["form"] == "tt gates"
+    assert plan.next(["seeds"], {}, [], {lm_accuracy.spec_key(spec)})["form"] == "tt gates"
+
+
+def test_plan_gives_the_time_of_the_dense_run(lm_accuracy: Any) -> None:
+    plan = lm_accuracy.Plan(Options())
+    clock = plan.clock_spec(["dense", "tt gates 4x"])
+    clock |= {"key": lm_accuracy.spec_key(clock), "times": {"dense": {"ratio": 1.0}, "tt gates 4x": {"ratio": 2.0}}}
+    other = {**plan.clock_spec(["dense"]), "batch": 3, "times": {"tt gates 4x": {"ratio": 9.0}}}
+    other["key"] = lm_accuracy.spec_key({**plan.clock_spec(["dense"]), "batch": 3})
+    times = plan.step_times({line["key"]: line for line in (clock, other)})
+    assert plan.steps_in_time(times, "tt gates", 4) == 4
+    assert plan.steps_in_time(times, "tt gates", 2) is None
+
+
+def test_trainer_appends_a_line_for_each_run_and_goes_on_after_a_failure(
+    lm_accuracy: Any, tokens: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "tokens.npz", **{name: own.numpy() for name, own in tokens.items()})
+    monkeypatch.setattr(lm_accuracy, "SMALL", lm_accuracy.Shape(**SHAPE))
+    options = Options()
+    options.tokens, options.results = tmp_path / "tokens.npz", tmp_path / "lines.jsonl"
+    build = lm_accuracy.Run
+
+    def run(spec: dict[str, Any], *rest: Any) -> Any:
+        if spec["form"] == "dense" and spec["seed"] == 2:
+            raise RuntimeError("no memory")
+        return build(spec, *rest)
+
+    monkeypatch.setattr(lm_accuracy, "Run", run)
+    lm_accuracy.Trainer(options).train(["seeds"])
+    lines = lm_accuracy.Ledger(options.results, Path()).lines()
+    done = [(line["form"], line["fewer"], line["seed"]) for line in lines.values() if line["seed"]]
+    expected = [("dense", 1, seed) for seed in (1, 3)]
+    expected += [("tt gates", fewer, seed) for fewer in (2, 4, 8) for seed in (1, 2, 3)]
+    assert sorted(done) == sorted(expected)
+    assert all(line["eval_loss"] < 10 for line in lines.values())
+    # nothing is repeated, and nothing starts after the time
+    options.seconds = -1.0
+    lm_accuracy.Trainer(options).train(["seeds"])
+    assert len(lm_accuracy.Ledger(options.results, Path()).lines()) == len(lines)
