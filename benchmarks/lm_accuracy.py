@@ -56,8 +56,8 @@ RESERVED = 40 * 2**30
 SMALL = Shape(vocabulary=512, width=128, intermediate=384, layers=2, length=128)
 """A model and a vocabulary that a CPU trains in minutes."""
 SWEEP_FEWER = 4
-MAIN = ("dense", "tt gates", "low rank", "cola", "dense narrow", "tt")
-OTHERS = ("tt silu", "tt silu gates", "low rank gates", "cola gates", "galore")
+MAIN = ("dense", "tt", "low rank", "cola", "dense narrow", "tt gates")
+OTHERS = ("tt without gain", "tt silu", "tt silu gates", "low rank gates", "cola gates", "galore")
 SEEDS = (1, 2, 3)
 
 
@@ -119,7 +119,7 @@ class Plan:
     def models(self) -> list[tuple[str, float]]:
         """Return the compared models in the order of the report."""
         order = [(form, SWEEP_FEWER) for form in (*MAIN, *OTHERS)]
-        order += [(form, fewer) for fewer in (2, 8) for form in MAIN if form not in ("dense", "tt")]
+        order += [(form, fewer) for fewer in (2, 8) for form in MAIN if form not in ("dense", "tt gates")]
         return [(form, fewer) for form, fewer in order if form in self.forms]
 
     def runs(self) -> Iterator[tuple[str, str, float, int]]:
