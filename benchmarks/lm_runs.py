@@ -11,6 +11,7 @@ import gc
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -230,5 +231,11 @@ class Run:
 
 
 def facts(began: float) -> dict[str, Any]:
+    """Return how long a run took, and where it was made."""
+    return {**_process_facts(), "seconds": round(time.time() - began, 1)}
+
+
+@cache
+def _process_facts() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {**run_facts(began), "device": device, "command": sys.argv[1:]}
+    return {**run_facts(time.time()), "device": device, "command": sys.argv[1:]}

@@ -252,6 +252,9 @@ def test_trainer_appends_a_line_for_each_run_and_goes_on_after_a_failure(
 ) -> None:
     np.savez(tmp_path / "tokens.npz", **{name: own.numpy() for name, own in tokens.items()})
     monkeypatch.setattr(lm_accuracy, "SMALL", lm_accuracy.Shape(**SHAPE))
+    monkeypatch.setattr(lm_accuracy, "SEEDS", (1, 2))
+    monkeypatch.setattr(lm_accuracy, "RATES", [2e-3])
+    monkeypatch.setattr(lm_accuracy, "START", dict.fromkeys(lm_accuracy.FORMS, 0))
     options = Options()
     options.tokens, options.results = tmp_path / "tokens.npz", tmp_path / "lines.jsonl"
     build = lm_accuracy.Run
@@ -265,8 +268,7 @@ def test_trainer_appends_a_line_for_each_run_and_goes_on_after_a_failure(
     lm_accuracy.Trainer(options).train(["seeds"])
     lines = lm_accuracy.Ledger(options.results, Path()).lines()
     done = [(line["form"], line["fewer"], line["seed"]) for line in lines.values() if line["seed"]]
-    expected = [("dense", 1, seed) for seed in (1, 3)]
-    expected += [("tt gates", fewer, seed) for fewer in (2, 4, 8) for seed in (1, 2, 3)]
+    expected = [("dense", 1, 1)] + [("tt gates", fewer, seed) for fewer in (2, 4, 8) for seed in (1, 2)]
     assert sorted(done) == sorted(expected)
     assert all(line["eval_loss"] < 10 for line in lines.values())
     # nothing is repeated, and nothing starts after the time
