@@ -210,7 +210,7 @@ class Options:
 
     steps, sweep_steps, batch, small, seconds, at_once = 8, 4, 2, True, 1e9, 2
     gate_scale, rest_lr, device, no_compile = 10.0, 4e-3, "cpu", True
-    forms = ("dense", "tt gates")
+    forms = ("dense", "tt")
 
 
 def test_plan_sweeps_a_form_before_its_first_run_and_starts_with_the_most_important(lm_accuracy: Any) -> None:
@@ -220,10 +220,10 @@ def test_plan_sweeps_a_form_before_its_first_run_and_starts_with_the_most_import
         loss = abs(spec["lr"] - 2e-3)  # best at 2e-3
         lines[lm_accuracy.spec_key(spec)] = {**spec, "eval_loss": loss}
         order.append((spec["form"], spec["fewer"], spec["seed"], spec["lr"]))
-    swept = [("dense", 1, 0)] * 4 + [("dense", 1, 1)] + [("tt gates", 4, 0)] * 3
-    first = [("tt gates", fewer, 1) for fewer in (4, 2, 8)]
-    more = [(*one, seed) for seed in (2, 3) for one in (("dense", 1), ("tt gates", 4))]
-    more += [("tt gates", fewer, seed) for seed in (2, 3) for fewer in (2, 8)]
+    swept = [("dense", 1, 0)] * 4 + [("dense", 1, 1)] + [("tt", 4, 0)] * 3
+    first = [("tt", fewer, 1) for fewer in (4, 2, 8)]
+    more = [(*one, seed) for seed in (2, 3) for one in (("dense", 1), ("tt", 4))]
+    more += [("tt", fewer, seed) for seed in (2, 3) for fewer in (2, 8)]
     assert [run[:3] for run in order] == swept + first + more
     assert {run[3] for run in order if run[2]} == {2e-3}
 
@@ -232,19 +232,19 @@ def test_plan_runs_other_forms_while_a_sweep_is_in_flight(lm_accuracy: Any) -> N
     plan = lm_accuracy.Plan(Options())
     spec = plan.next(["seeds"], {}, [])
     assert spec["form"] == "dense"
-    assert plan.next(["seeds"], {}, [spec])["form"] == "tt gates"
-    assert plan.next(["seeds"], {}, [], {lm_accuracy.spec_key(spec)})["form"] == "tt gates"
+    assert plan.next(["seeds"], {}, [spec])["form"] == "tt"
+    assert plan.next(["seeds"], {}, [], {lm_accuracy.spec_key(spec)})["form"] == "tt"
 
 
 def test_plan_gives_the_time_of_the_dense_run(lm_accuracy: Any) -> None:
     plan = lm_accuracy.Plan(Options())
-    clock = plan.clock_spec(["dense", "tt gates 4x"])
-    clock |= {"key": lm_accuracy.spec_key(clock), "times": {"dense": {"ratio": 1.0}, "tt gates 4x": {"ratio": 2.0}}}
-    other = {**plan.clock_spec(["dense"]), "batch": 3, "times": {"tt gates 4x": {"ratio": 9.0}}}
+    clock = plan.clock_spec(["dense", "tt 4x"])
+    clock |= {"key": lm_accuracy.spec_key(clock), "times": {"dense": {"ratio": 1.0}, "tt 4x": {"ratio": 2.0}}}
+    other = {**plan.clock_spec(["dense"]), "batch": 3, "times": {"tt 4x": {"ratio": 9.0}}}
     other["key"] = lm_accuracy.spec_key({**plan.clock_spec(["dense"]), "batch": 3})
     times = plan.step_times({line["key"]: line for line in (clock, other)})
-    assert plan.steps_in_time(times, "tt gates", 4) == 4
-    assert plan.steps_in_time(times, "tt gates", 2) is None
+    assert plan.steps_in_time(times, "tt", 4) == 4
+    assert plan.steps_in_time(times, "tt", 2) is None
 
 
 def test_trainer_appends_a_line_for_each_run_and_goes_on_after_a_failure(
@@ -268,7 +268,7 @@ def test_trainer_appends_a_line_for_each_run_and_goes_on_after_a_failure(
     lm_accuracy.Trainer(options).train(["seeds"])
     lines = lm_accuracy.Ledger(options.results, Path()).lines()
     done = [(line["form"], line["fewer"], line["seed"]) for line in lines.values() if line["seed"]]
-    expected = [("dense", 1, 1)] + [("tt gates", fewer, seed) for fewer in (2, 4, 8) for seed in (1, 2)]
+    expected = [("dense", 1, 1)] + [("tt", fewer, seed) for fewer in (2, 4, 8) for seed in (1, 2)]
     assert sorted(done) == sorted(expected)
     assert all(line["eval_loss"] < 10 for line in lines.values())
     # nothing is repeated, and nothing starts after the time
