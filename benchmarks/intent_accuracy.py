@@ -1,86 +1,111 @@
-"""Train six-encoder classifiers from scratch on Banking77 and CLINC150: dense models, TT models and their rivals.
+"""Compare six-encoder classifiers trained from scratch on Banking77 and CLINC150: dense, TT, and rivals of equal size.
 
-    python benchmarks/intent_accuracy.py prepare               tokenize the texts of SCANTLING_DATA/intent
-    python benchmarks/intent_accuracy.py run SPECS.json        train the listed runs that have no line yet
+    pip install --no-deps --target DIR galore-torch bitsandbytes       and DIR on PYTHONPATH, for the row `galore`
 
-A run is a dictionary of plain values, with the defaults in `DEFAULTS`. On a GPU a whole training step is one CUDA graph,
-and several runs train at the same time, each on its own stream. Held-out texts: every 7th text of Banking77, stratified
-by order; of CLINC150 the published validation set. A separate tenth of the training texts is the dev set, on which
-learning rates are chosen.
+    python benchmarks/intent_accuracy.py sweep       rates of each row, one seed, on the dev set
+    python benchmarks/intent_accuracy.py seeds       each row at its best rates, five seeds, on the test set
+    python benchmarks/intent_accuracy.py variants    changes of the TT model: rates of each, then three seeds, dev set
+    python benchmarks/intent_accuracy.py report      tables, from the raw lines alone
+
+`--size small` is 3 encoders of width 128, `--size full` 6 encoders of width 256. Every row has the same budget for its
+rates: first the learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each
+along a grid until the best value lies between two worse ones. Rows at a size target take the ratios of `tt`. The
+standard deviation of BERT's first weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is so
+small that every model mostly learns the scale of its weights.
+
+Banking77 has no test set here, so every 7th text of each label is held out; CLINC150 has its published validation set.
+The dev set is every 10th of the other texts. `bag of words` is a linear model of word counts. Results are lines of
+benchmarks/results/intent-accuracy.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
-import math
-import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from resumable import spec_key
-from small_models import ROOT, data_folder
+from dated import RESULTS
+from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
+from small_models import data_folder, printed, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.tensor.embedding import TTMEmbedding
+from scantling.optim.registry import build_optimizer
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 
-RESULTS = ROOT / "benchmarks" / "results" / "intent-accuracy.jsonl"
-TOKENS = ROOT / "build" / "intent"
-DEFAULTS: dict[str, Any] = {
-    "data": "banking77",
-    "dev": True,
-    "width": 128,
-    "layers": 3,
-    "form": "dense",  # dense, tt, low-rank, cola, tt-silu
-    "rank": 30,
-    "embedding_rank": 32,
-    "num_modes": None,
-    "lr": 1e-3,
-    "power": 0.0,  # the rate of a core is proportional to this power of `relative_rate`
-    "core": 1 / 3,
-    "embedding": 1 / 3,
-    "gain": 1.0,  # rate of the gain of TT layers over lr
-    "gates": False,  # rank gates that nothing prunes
-    "residual": None,  # diagonal: add d * x to the output of square layers
-    "init_std": 0.02,  # of all matrices; 0.02 is the default of transformers
-    "clip": None,  # largest norm of the gradient
-    "gate": 10.0,
-    "target": None,
-    "begin": 0.0,
-    "adapt": 0.5,
-    "steps": 2000,
-    "batch": 32,
-    "warmup": 0.1,
-    "weight_decay": 0.0,
-    "betas": [0.9, 0.999],
-    "dropout": 0.1,
-    "optimizer": "adamw",
-    "seed": 0,
-}
+RESULT_FILE = RESULTS / "intent-accuracy.jsonl"
+DATA = ("banking77", "clinc150")
 LENGTH = 32
 """Most tokens of a text; 6 % of the texts of Banking77 are longer, and none of CLINC150."""
-OBSERVED_EVERY = 10
-"""Steps between two updates of the importance of ranks; options of the adapter count such intervals."""
+VOCABULARY = 4096
+SIZES = {"small": {"width": 128, "layers": 3}, "full": {"width": 256, "layers": 6}}
+STEPS = {"sweep": 1500, "seeds": 3000}
+SEEDS = (1, 2, 3, 4, 5)
+BATCH, WARM_UP, DROPOUT = 32, 0.1, 0.1
+BEGIN, END = 0.3, 0.7
+"""Fractions of a run at which the rank reduction begins and ends."""
+TT = {"form": "tt", "rank": 30, "embedding_rank": 32}
+TARGETS = {"tt 0.8": 0.8, "tt 0.5": 0.5, "tt 0.2": 0.2, "tt 361x": 0.1777}
+ROWS: dict[str, dict[str, Any]] = {
+    "dense": {"form": "dense"},
+    "tt": TT,
+    "dense as tt": {"form": "dense", "as_large_as": "tt"},
+    "tt 0.2": {**TT, "target": 0.2},
+    "dense as tt 0.2": {"form": "dense", "as_large_as": "tt 0.2"},
+    "low rank": {**TT, "form": "low-rank"},
+    "cola": {**TT, "form": "cola"},
+    "galore": {"form": "dense", "optimizer": "galore"},
+    **{name: {**TT, "target": target} for name, target in TARGETS.items() if name != "tt 0.2"},
+}
+"""Settings of each row: the format of the layers, and what else differs from `dense`."""
+SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
+"""Rows that take all rates of another row."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tt": {},
+    "without gain": {"gain": 0.0},
+    "gates": {"gates": True},
+    "gates without gain": {"gates": True, "gain": 0.0},
+    "muon": {"optimizer": "muon on cores"},
+    "rates by rms": {"power": 0.5},
+    "clipped gradients": {"clip": 1.0},
+    "weight decay": {"weight_decay": 0.1},
+    "longer warm-up": {"warm_up": 0.3},
+    "svd after 300 dense steps": {"dense_steps": 300},
+    "ranks removed late": {"rank": 48, "embedding_rank": 48, "target": "tt"},
+    "more ranks in attention": {"rank": {"attention": 40, "rest": 20}},
+    "more ranks in feed-forward": {"rank": {"attention": 20, "rest": 40}},
+    "diagonal residual": {"diagonal": True},
+    "tt-silu": {"form": "tt-silu"},
+    "two modes": {"num_modes": 2},
+    "dense embedding": {"embedding_rank": 0},
+    "init of 0.02": {"init_std": 0.02},
+    "init of 0.02 without gain": {"init_std": 0.02, "gain": 0.0},
+}
+"""Changes of the row `tt`."""
+RATES = [0.25e-3 * 2**power for power in range(7)]
+RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0]
 
 
-def filled(spec: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted({*spec} - {*DEFAULTS})
-    if unknown:
-        raise SystemExit(f"unknown keys in a spec: {unknown}")
-    return {**DEFAULTS, **spec}
+def coordinates(settings: Mapping[str, Any]) -> dict[str, Grid]:
+    """Return the grids of the rates of a row, in the order of the search."""
+    is_dense = settings["form"] == "dense"
+    return {
+        "lr": Grid(RATES, start=2 if is_dense else 4),
+        "layers_ratio": Grid(RATIOS, start=3 if is_dense else 2),
+        "embedding_ratio": Grid(RATIOS, start=3),
+    }
 
 
-# --- data ---
+# data
 
 
 def read_texts(name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -88,458 +113,472 @@ def read_texts(name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]
     folder = data_folder() / "intent"
     if name == "banking77":
         with open(folder / "banking77_train.csv", encoding="utf-8", newline="") as file:
-            rows = [(row["text"], row["category"]) for row in csv.DictReader(file)]
-        rows.sort(key=lambda row: row[1])  # so that every label gives the same share to the test
+            rows = sorted(((row["text"], row["category"]) for row in csv.DictReader(file)), key=lambda row: row[1])
         return [row for i, row in enumerate(rows) if i % 7], [row for i, row in enumerate(rows) if i % 7 == 0]
-    with gzip.open(folder / "clinc150_train_val.json.gz", "rt", encoding="utf-8") as file:
-        found = json.load(file)
-    return [tuple(row) for row in found["train"]], [tuple(row) for row in found["val"]]
+    with gzip.open(folder / "clinc150_train_val.json.gz", "rt", encoding="utf-8") as packed:
+        found = json.load(packed)
+    return [(text, label) for text, label in found["train"]], [(text, label) for text, label in found["val"]]
 
 
-def prepare() -> None:
-    """Tokenize both data sets with a BPE of the training texts, and save the arrays."""
+@cache
+def read_arrays(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return token ids, (texts, LENGTH) with 0 as padding, and labels, of the training and the test texts."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    TOKENS.mkdir(parents=True, exist_ok=True)
-    for name in ("banking77", "clinc150"):
-        train, test = read_texts(name)
-        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.Lowercase()
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=["[PAD]", "[UNK]", "[CLS]"], show_progress=False)
-        tokenizer.train_from_iterator([text for text, _ in train], trainer)
-        labels = {label: i for i, label in enumerate(sorted({label for _, label in train}))}
-        arrays = {}
-        for part, rows in (("train", train), ("test", test)):
-            ids = [[2, *tokenizer.encode(text).ids][:48] for text, _ in rows]
-            padded = np.zeros((len(ids), 48), np.uint16)
-            for i, own in enumerate(ids):
-                padded[i, : len(own)] = own
-            arrays |= {f"{part}_ids": padded, f"{part}_labels": np.array([labels[label] for _, label in rows])}
-        np.savez_compressed(TOKENS / f"{name}.npz", **arrays)
-        print(name, {key: value.shape for key, value in arrays.items()}, tokenizer.get_vocab_size(), len(labels))
+    parts = read_texts(name)
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]"]
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([text for text, _ in parts[0]], trainer)
+    number = {label: i for i, label in enumerate(sorted({label for _, label in parts[0]}))}
+    arrays = []
+    for rows in parts:
+        ids = torch.zeros(len(rows), LENGTH, dtype=torch.long)
+        for i, (text, _) in enumerate(rows):
+            own = [2, *tokenizer.encode(text).ids][:LENGTH]
+            ids[i, : len(own)] = torch.tensor(own)
+        arrays += [ids, torch.tensor([number[label] for _, label in rows])]
+    return tuple(arrays)
 
 
-class Data:
-    """Arrays of a data set on a device. With `dev`, every 10th training text is held out instead of the test."""
-
-    def __init__(self, name: str, dev: bool, device: str) -> None:
-        with np.load(TOKENS / f"{name}.npz") as arrays:
-            ids, labels = arrays["train_ids"][:, :LENGTH].astype(np.int64), arrays["train_labels"]
-            test = arrays["test_ids"][:, :LENGTH].astype(np.int64), arrays["test_labels"]
-        self.labels_count = int(labels.max()) + 1
-        if dev:
-            held = np.arange(len(ids)) % 10 == 5
-            test = ids[held], labels[held]
-            ids, labels = ids[~held], labels[~held]
-        self.ids, self.labels = torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
-        self.test_ids, self.test_labels = (torch.from_numpy(part).to(device) for part in test)
+def split(name: str, *, dev: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ids and labels to train on, and to measure: the test set, or a tenth of the training texts."""
+    ids, labels, test_ids, test_labels = read_arrays(name)
+    if not dev:
+        return ids, labels, test_ids, test_labels
+    held = torch.arange(len(ids)) % 10 == 5
+    return ids[~held], labels[~held], ids[held], labels[held]
 
 
-# --- model ---
+# models
 
 
-def build_model(spec: dict[str, Any], num_labels: int) -> nn.Module:
+def build_model(spec: Spec, num_labels: int) -> nn.Module:
+    """Return the classifier of a run, dense as long as `dense_steps` is set."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    torch.manual_seed(spec["seed"])
-    width = spec["width"]
+    width, heads = spec["width"], 4
     config = BertConfig(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=4 * width,
         num_hidden_layers=spec["layers"],
-        num_attention_heads=max(1, width // 32) if width % 32 == 0 else 4,
-        max_position_embeddings=64,
+        num_attention_heads=heads,
+        max_position_embeddings=LENGTH,
         num_labels=num_labels,
-        initializer_range=spec["init_std"],
-        hidden_dropout_prob=spec["dropout"],
-        attention_probs_dropout_prob=spec["dropout"],
-        attn_implementation="eager",  # vmap has no rule for all fused forms
+        hidden_dropout_prob=DROPOUT,
+        attention_probs_dropout_prob=DROPOUT,
+        initializer_range=spec.get("init_std", 0.02 * (768 / width) ** 0.5),
     )
     model = BertForSequenceClassification(config)
-    if spec["form"] != "dense":
-        rank: dict[str, Any] = {}
-        if spec["rank"]:
-            rank = {"*.dense": spec["rank"], "*.self.*": spec["rank"]}
-        if spec["embedding_rank"]:
-            rank = {"*.word_embeddings": spec["embedding_rank"], **rank}
-        sc.tensorize(model, rank, format=spec["form"], num_modes=spec["num_modes"])
-    for layer in tt_layers(model).values():
-        if spec["residual"] == "diagonal" and isinstance(layer, TTLinear) and layer.in_features == layer.out_features:
-            add_diagonal(layer)
+    if spec["form"] != "dense" and not spec.get("dense_steps"):
+        convert(model, spec, init="random")
     return model
 
 
-def add_diagonal(layer: TTLinear) -> None:
-    """Add a trainable diagonal matrix to the weight of a square layer."""
-    layer.diagonal = nn.Parameter(torch.zeros(layer.in_features))
-    layer.register_forward_hook(lambda module, inputs, output: output + inputs[0] * module.diagonal)
+def convert(model: nn.Module, spec: Spec, init: Any) -> None:
+    """Replace the layers of the encoder and the pooler, and the word embedding."""
+    ranks = spec["rank"] if isinstance(spec["rank"], dict) else dict.fromkeys(("attention", "rest"), spec["rank"])
+    tt = {"num_modes": spec["num_modes"]} if spec.get("num_modes") else {}
+    patterns: dict[str, Any] = {"*.word_embeddings": spec["embedding_rank"]} if spec["embedding_rank"] else {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "classifier":
+            rank = ranks["attention" if ".attention." in name else "rest"]
+            if spec["form"] in ("low-rank", "cola"):  # as large as the TT layer
+                shape = module.in_features, module.out_features
+                size = sc.TTLinear(*shape, rank, bias=False, device="meta").num_parameters()
+                rank = max(1, round(size / sum(shape)))
+            patterns[name] = {"rank": rank, **tt}
+    sc.tensorize(model, patterns, format=spec["form"], init=init, filter_fn=lambda *_: True)
+    for layer in model.modules():
+        if isinstance(layer, TTLayer) and spec.get("gates"):
+            layer.attach_gates(1e-2)
+        if isinstance(layer, TTLinear) and spec.get("diagonal") and layer.in_features == layer.out_features:
+            layer.diagonal = nn.Parameter(torch.zeros(layer.in_features))
+            layer.register_forward_hook(lambda module, inputs, output: output + inputs[0] * module.diagonal)
 
 
-def tt_layers(model: nn.Module) -> dict[str, TTLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, TTLayer)}
+def count_parameters(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
 
 
-def dense_shape(layer: TTLayer) -> tuple[int, int]:
-    if isinstance(layer, TTLinear):
-        return layer.in_features, layer.out_features
-    assert isinstance(layer, TTMEmbedding)
-    return layer.num_embeddings, layer.embedding_dim
+@cache
+def width_of_size(layers: int, num_labels: int, num_parameters: int) -> int:
+    """Return the width of a dense model with about this number of parameters."""
+
+    def size(width: int) -> int:
+        return count_parameters(on_meta({"width": width, "layers": layers, "form": "dense"}, num_labels))
+
+    return min(range(8, 260, 4), key=lambda width: abs(size(width) - num_parameters))
 
 
-def relative_rate(layer: TTLayer, core: Tensor) -> float:
-    """Return the rate of a core over that of the dense weight, for an equal relative change of the weight per step.
+def on_meta(spec: Spec, num_labels: int) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(spec, num_labels)
 
-    An optimizer with normalized updates changes a weight by lr / rms(W) per step, and a core by lr / rms(core). The
-    changes of n cores add up like independent ones.
+
+def count_cores(spec: Spec, num_labels: int) -> int:
+    """Return the number of parameters in the cores at the first ranks."""
+    layers = [module for module in on_meta(spec, num_labels).modules() if isinstance(module, TTLayer)]
+    return sum(core.numel() for layer in layers for core in layer.chain)
+
+
+def size_of_row(spec: Spec, num_labels: int) -> int:
+    """Return the number of parameters of the row that a dense model is as large as."""
+    row = {**spec, **ROWS[spec["as_large_as"]]}
+    saved = (1.0 - row.get("target", 1.0)) * count_cores(row, num_labels)
+    return round(count_parameters(on_meta(row, num_labels)) - saved)
+
+
+def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
+    """Return parameter groups with the rates of a run."""
+    lr, layers, embedding = spec["lr"], spec["lr"] * spec["layers_ratio"], spec["lr"] * spec["embedding_ratio"]
+    rates = {"core_lr": layers, "embedding_core_lr": embedding, "embedding_lr": embedding}
+    groups = sc.param_groups(model, weight_decay=spec.get("weight_decay", 0.0), control_lr=10.0 * lr, **rates)
+    result = []
+    for group in groups:
+        if spec["form"] == "dense" and group["role"] == "matrix":
+            group["lr"] = layers
+        gains = [item for item in group["params"] if item[0].endswith("log_gain")]
+        rest = [item for item in group["params"] if not item[0].endswith("log_gain")]
+        result += [{**group, "params": rest}] if rest else []
+        result += [{**group, "params": gains, "lr": lr * spec.get("gain", 1.0)}] if gains else []
+    if spec.get("power"):
+        result = [one for group in result for one in split_by_rms(group, model, spec["power"])]
+    return result
+
+
+def split_by_rms(group: dict[str, Any], model: nn.Module, power: float) -> Iterator[dict[str, Any]]:
+    """Yield one group for each core, with a rate that grows with its root mean square relative to the others."""
+    cores = {id(core): layer.chain for layer in model.modules() if isinstance(layer, TTLayer) for core in layer.chain}
+    for name, param in group["params"]:
+        scale = 1.0
+        if id(param) in cores:
+            rms = [float(core.detach().square().mean().sqrt()) for core in cores[id(param)]]
+            own = float(param.detach().square().mean().sqrt())
+            scale = (own / float(np.exp(np.mean(np.log(rms))))) ** power
+        yield {**group, "params": [(name, param)], **({"lr": group["lr"] * scale} if "lr" in group else {})}
+
+
+class MuonOnCores(torch.optim.Optimizer):
+    """Orthogonalized momentum for cores, as matrices (r * modes, r'), AdamW for the rest.
+
+    A step of a core has the spectral norm rate * its initial spectral norm.
     """
-    from scantling.tensor.cores import squared_norm
 
-    rows, columns = dense_shape(layer)
-    weight_rms = math.sqrt(float(squared_norm([own.detach().double() for own in layer.chain])) / (rows * columns))
-    core_rms = float(core.detach().double().square().mean().sqrt())
-    return core_rms / weight_rms / math.sqrt(len(layer.chain))
-
-
-def parameter_groups(spec: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    """Return one group for each rate."""
-    rates: dict[int, float] = {}
-    for layer in tt_layers(model).values():
-        scale = spec["embedding"] if isinstance(layer, TTMEmbedding) else spec["core"]
-        for core in layer.chain:
-            rates[id(core)] = scale * (relative_rate(layer, core) ** spec["power"] if spec["power"] else 1.0)
-        rates[id(layer.log_gain)] = spec["gain"]
-        for gate in layer.rank_gates or ():
-            rates[id(gate)] = spec["gate"]
-    groups: dict[tuple[float, bool], list[Tensor]] = {}
-    for name, param in model.named_parameters():
-        decays = param.ndim > 1 and "LayerNorm" not in name
-        groups.setdefault((rates.get(id(param), 1.0), decays), []).append(param)
-    return [
-        {"params": params, "lr": rate * spec["lr"], "weight_decay": spec["weight_decay"] if decays else 0.0}
-        for (rate, decays), params in groups.items()
-    ]
-
-
-# --- training ---
-
-
-MEMBER_KEYS = ("seed", "lr", "core", "embedding", "gain", "gate", "weight_decay", "power")
-"""Keys in which the members of one ensemble may differ."""
-
-
-def structure(spec: dict[str, Any]) -> str:
-    """Return a key that is equal for runs that can train as members of one ensemble."""
-    return json.dumps({key: value for key, value in filled(spec).items() if key not in MEMBER_KEYS}, sort_keys=True)
-
-
-class Ensemble:
-    """Models of one structure that train side by side in the same operations, by `torch.vmap` over stacked parameters.
-
-    Their seeds, batches and learning rates differ. A step has as many kernels as that of a single model.
-    """
-
-    def __init__(self, specs: list[dict[str, Any]], data: Data, device: str) -> None:
-        self.began = time.time()
-        self.specs, self.data, self.device = [filled(spec) for spec in specs], data, device
-        self.shared = shared = self.specs[0]
-        self.steps = shared["steps"]
-        self.models = [build_model(spec, data.labels_count).to(device).train() for spec in self.specs]
-        self.adapters: list[sc.RankAdapter] = []
-        for model in self.models:
-            if shared["target"] is not None:
-                begin, end = (round(shared[key] * self.steps) // OBSERVED_EVERY for key in ("begin", "adapt"))
-                memory = 0.98**OBSERVED_EVERY
-                self.adapters.append(
-                    sc.RankAdapter(
-                        model, size_target=shared["target"], begin=begin, steps=end, interval=2, memory=memory
-                    )
-                )
-            elif shared["gates"]:
-                for layer in tt_layers(model).values():
-                    layer.attach_gates(1e-2)
-        self._stack()
-        self._make_batches()
-        self.step_number = 0
-        self.stream = torch.cuda.Stream() if device == "cuda" else None
-        self.graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        mine = [group for group in groups if group["params"][0][0].split(".")[-2:-1] == ["cores"]]
+        super().__init__(mine, {"lr": lr})
+        self.rest = torch.optim.AdamW([group for group in groups if group not in mine], lr=lr, fused=True)
+        for group in self.param_groups:
+            for core in group["params"]:
+                scale = torch.linalg.matrix_norm(core.detach().flatten(0, -2), ord=2)
+                self.state[core] = {"momentum": torch.zeros_like(core), "scale": scale}
 
     @torch.no_grad()
-    def _stack(self) -> None:
-        """Move the parameters of all models into one matrix with a row for each model, and their gradients too."""
-        count = sum(param.numel() for param in self.models[0].parameters())
-        members = len(self.models)
-        self.flat, self.grad, self.rates = (torch.zeros(members, count, device=self.device) for _ in range(3))
-        self.decay = torch.zeros(members, count, device=self.device)
-        self.mean, self.square = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
-        names = {id(param): name for name, param in self.models[0].named_parameters()}
-        self.params: dict[str, Tensor] = {}
-        self.orthogonal: list[tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor]] = []
-        shared = self.shared
-        rates = [
-            {id(param): (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
-            for groups in (parameter_groups(spec, model) for spec, model in zip(self.specs, self.models, strict=True))
-        ]
-        begin = 0
-        for same in zip(*(model.parameters() for model in self.models), strict=True):
-            end, shape = begin + same[0].numel(), (members, *same[0].shape)
-            for row, param in enumerate(same):
-                self.flat[row, begin:end] = param.detach().flatten()
-                self.rates[row, begin:end], self.decay[row, begin:end] = rates[row][id(param)]
-            stacked = self.flat[:, begin:end].view(shape)
-            gradient = self.grad[:, begin:end].view(shape)
-            for row, param in enumerate(same):  # each model stays usable by itself
-                param.data, param.grad = stacked[row], gradient[row]
-            leaf = stacked.detach().requires_grad_()
-            leaf.grad = gradient
-            self.params[names[id(same[0])]] = leaf
-            if shared["optimizer"] == "muon" and ".cores." in names[id(same[0])]:
-                self._add_orthogonal(same, begin, end)
-            begin = end
-        self.decay *= self.rates
-
-    def _add_orthogonal(self, same: Any, begin: int, end: int) -> None:
-        """Step a core by orthogonalized momentum from now on, relative to its initial spectral norm."""
-        core = same[0]
-        shape = (len(same), core.shape[:-1].numel(), core.shape[-1])
-        scale = torch.stack([torch.linalg.matrix_norm(param.flatten(0, -2), ord=2) for param in same]).view(-1, 1, 1)
-        rate = self.rates[:, begin].view(-1, 1, 1) * scale
-        self.rates[:, begin:end] = 0.0  # AdamW does not step it
-        places = (self.flat[:, begin:end], self.grad[:, begin:end], self.mean[:, begin:end])
-        self.orthogonal.append((shape, *places, rate))
-
-    def _make_batches(self) -> None:
-        batch, steps, count = self.shared["batch"], self.steps, len(self.data.ids)
-        orders = []
-        for spec in self.specs:
-            generator = torch.Generator().manual_seed(1000 + spec["seed"])
-            epochs = [
-                torch.randperm(count, generator=generator)[: count // batch * batch].view(-1, batch)
-                for _ in range(-(-steps // (count // batch)))
-            ]
-            orders.append(torch.cat(epochs)[:steps])
-        self.order = torch.stack(orders, 1).to(self.device)  # (steps, members, batch)
-        warm = max(1, round(self.shared["warmup"] * steps))
-        factors = [min((i + 1) / warm, (steps - i) / max(1, steps - warm)) for i in range(steps)]
-        self.factors = torch.tensor(factors, dtype=torch.float32, device=self.device)
-        self.step_index = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.losses = torch.zeros(steps, len(self.specs), device=self.device)
-
-    def _loss(self, params: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
-        logits = torch.func.functional_call(self.models[0], params, (ids,), {"attention_mask": attention_mask(ids)}).logits
-        return nn.functional.cross_entropy(logits, labels)
-
-    def one_step(self) -> None:
-        """Take a step; everything that changes between steps is read on the device."""
-        index = self.order.index_select(0, self.step_index).squeeze(0)
-        ids, labels = self.data.ids[index], self.data.labels[index]  # (members, batch, length), (members, batch)
-        if self.device == "cpu":
-            ids = ids[:, :, : int((ids != 0).sum(-1).max())]
-        losses = torch.vmap(self._loss, randomness="different")(self.params, ids, labels)
-        self.losses.index_copy_(0, self.step_index, losses.detach()[None])
-        self.grad.zero_()
-        losses.sum().backward()
-        if self.shared["clip"] is not None:
-            self.grad *= (self.shared["clip"] / self.grad.norm(dim=1, keepdim=True)).clamp(max=1.0)
-        self._adamw()
-        self.step_index += 1
-
-    @torch.no_grad()
-    def _adamw(self) -> None:
-        """Step all models by AdamW, each with its own rates."""
-        beta1, beta2 = self.shared["betas"]
-        count = (self.step_index + 1).double()
-        correction1, correction2 = (1.0 - beta1**count).float(), (1.0 - beta2**count).float()
-        factor = self.factors.index_select(0, self.step_index)
-        self.mean.lerp_(self.grad, 1.0 - beta1)
-        self.square.mul_(beta2).addcmul_(self.grad, self.grad, value=1.0 - beta2)
-        update = self.mean / (self.square / correction2).sqrt_().add_(1e-8)
-        self.flat.addcmul_(self.flat, self.decay * factor, value=-1.0)
-        self.flat.addcmul_(update, self.rates * (factor / correction1), value=-1.0)
-        for shape, values, gradient, mean, rate in self.orthogonal:
-            direction = newton_schulz((gradient * (1.0 - beta1) + mean * beta1).view(shape))  # Nesterov
-            values.addcmul_((direction * rate).view(values.shape), factor.expand(values.shape), value=-1.0)
-
-    def capture(self) -> None:
-        """Take three steps on a side stream, then capture the step."""
-        assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for _ in range(3):
-                self.one_step()
-        self.step_number += 3
-        self.stream.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
-            self.one_step()
-
-    @property
-    def is_done(self) -> bool:
-        return self.step_number >= self.steps
-
-    def advance(self) -> None:
-        if self.graph is None:
-            self.one_step()
-        else:
-            assert self.stream is not None
-            with torch.cuda.stream(self.stream):
-                self.graph.replay()
-        self.step_number += 1
-        if self.adapters and self.step_number % OBSERVED_EVERY == 0:
-            for adapter in self.adapters:
-                self._observe(adapter)
-
-    def _observe(self, adapter: sc.RankAdapter) -> None:
-        """Let an adapter count an interval as one step."""
-        adapter.begin_step()
-        with torch.cuda.stream(self.stream), torch.no_grad():  # no effect for None
-            next(iter(adapter._budget.rank_gates)).mul_(1.0)  # a replay does not raise version counters
-            adapter.observe()
-
-    @torch.no_grad()
-    def finish(self) -> list[dict[str, Any]]:
-        """Return a line for each finished run."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        seconds = time.time() - self.began
-        lines = []
-        for member, (spec, model) in enumerate(zip(self.specs, self.models, strict=True)):
-            if self.adapters:
-                self.adapters[member].finish()
-            model.eval()
-            logits = torch.cat(
-                [model(part, attention_mask=attention_mask(part)).logits for part in self.data.test_ids.split(256)]
-            )
-            right = logits.argmax(1) == self.data.test_labels
-            layers = tt_layers(model)
-            lines.append(
-                {
-                    "accuracy": float(right.float().mean()),
-                    "eval_loss": float(nn.functional.cross_entropy(logits, self.data.test_labels)),
-                    "right": np.packbits(right.cpu().numpy()).tobytes().hex() if not spec["dev"] else None,
-                    "curve": [round(float(part.mean()), 4) for part in self.losses[:, member].cpu().chunk(40)],
-                    "num_parameters": sum(param.numel() for param in model.parameters()),
-                    "core_numbers": sum(core.numel() for layer in layers.values() for core in layer.chain),
-                    "seconds": round(seconds, 1),
-                    "members": len(self.specs),
-                }
-            )
-        return lines
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.rest.step()
+        for group in self.param_groups:
+            for core in group["params"]:
+                momentum = self.state[core]["momentum"].lerp_(core.grad, 0.1)
+                matrix = core.grad.lerp(momentum, 0.9).flatten(0, -2)
+                u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+                # 10 times the rate of AdamW: 1e-3 changes a core by 1 %
+                core.sub_((u @ vh).view_as(core) * (10.0 * group["lr"] * self.state[core]["scale"]))
 
 
-def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return the nearest orthonormal matrices, (batch, rows, columns), by five iterations of Muon's polynomial."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if is_tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-20)
-    for _ in range(5):
-        gram = x @ x.transpose(1, 2)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.transpose(1, 2) if is_tall else x
+def build(spec: Spec, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose groups follow the schedule; the first one steps."""
+    name = spec.get("optimizer", "adamw")
+    if name == "muon on cores":
+        muon = MuonOnCores(groups, spec["lr"])
+        return [muon, muon.rest]
+    if name == "galore":
+        import galore
+
+        galore.register()
+        return [build_optimizer("galore", groups, lr=spec["lr"], rank=spec["width"] // 4)]
+    return [torch.optim.AdamW(groups, lr=spec["lr"], weight_decay=0.0, fused=True)]
 
 
-def attention_mask(ids: Tensor) -> Tensor:
-    """Return a 4-D mask, which transformers uses as given, without checks of its values on the host."""
-    mask = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).masked_fill(ids == 0, -1e9)
-    return mask[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+# runs
 
 
-def finished_keys(path: Path) -> set[str]:
-    if not path.exists():
-        return set()
-    return {json.loads(line)["key"] for line in path.read_text(encoding="utf-8").splitlines()}
+def run_training(spec: Spec) -> Line:
+    """Train one model and return its line."""
+    began = time.time()
+    ids, labels, test_ids, test_labels = split(spec["data"], dev=spec["dev"])
+    num_labels = int(labels.max()) + 1
+    torch.manual_seed(spec["seed"])
+    shape = spec
+    if spec.get("as_large_as"):
+        shape = {**spec, "width": width_of_size(spec["layers"], num_labels, size_of_row(spec, num_labels))}
+    model = build_model(shape, num_labels).train()
+    steps, losses, step_s = spec["steps"], [], []
+    adapter: sc.RankAdapter | None = None
+    optimizers: list[torch.optim.Optimizer] = []
+    batches = draw_batches(len(ids), steps, spec["seed"])
+    for step in range(steps):
+        if step == spec.get("dense_steps"):
+            convert(model, spec, init="svd")
+            optimizers.clear()
+        if not optimizers:
+            if spec.get("target"):
+                begin, end = round(BEGIN * steps), round(END * steps)
+                target = spec["target"]
+                if target == "tt":  # the size at the ranks of `tt`
+                    target = count_cores({**spec, **TT}, num_labels) / count_cores(spec, num_labels)
+                adapter = sc.RankAdapter(model, size_target=target, begin=begin, steps=end, interval=20)
+            optimizers = build(shape, parameter_groups(model, spec))
+            peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        start = time.perf_counter()
+        warm = max(1, round(spec.get("warm_up", WARM_UP) * steps))
+        factor = min((step + 1) / warm, (steps - step) / (steps - warm))
+        for optimizer, own in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, own, strict=True):
+                group["lr"] = factor * peak
+        loss = nn.functional.cross_entropy(predict(model, ids[batches[step]]), labels[batches[step]])
+        losses.append(float(loss.detach()))
+        if not np.isfinite(losses[-1]):
+            return {"key": spec_key(spec), **spec, "eval_loss": None, **run_facts(began)}
+        model.zero_grad(set_to_none=True)
+        (loss if adapter is None else adapter.loss(loss)).backward()
+        if spec.get("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), spec["clip"])
+        optimizers[0].step()
+        if adapter is not None and step % 100 == 99:
+            adapter.truncate(*optimizers)
+        step_s.append(time.perf_counter() - start)
+    if adapter is not None:
+        adapter.finish(*optimizers)
+    found = {**measure(model, test_ids, test_labels), "width": shape["width"], "curve": shortened(losses)}
+    return {"key": spec_key(spec), **spec, **found, "step_s": float(np.median(step_s)), **run_facts(began)}
 
 
-def train_all(specs: list[dict[str, Any]], device: str, at_once: int, members: int, seconds: float, path: Path) -> None:
-    """Train the runs that have no line yet, several at once on a GPU; start none after the given time."""
-    from scantling.trainer.training.run_dir import environment
+def draw_batches(count: int, steps: int, seed: int) -> list[Tensor]:
+    """Return the indices of each batch; every epoch has another order."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    batches: list[Tensor] = []
+    while len(batches) < steps:
+        batches += torch.randperm(count, generator=generator)[: count // BATCH * BATCH].split(BATCH)
+    return batches[:steps]
 
-    end = time.monotonic() + seconds
-    done = finished_keys(path)
-    waiting = [spec for spec in specs if spec_key(spec) not in done]
-    facts = environment()
-    named = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else facts["hardware"]["cpu"],
-        "torch": torch.__version__,
-        "git_commit": facts["git_commit"],
+
+def predict(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits of texts, without the columns that are padding in all of them."""
+    ids = ids[:, : int((ids != 0).sum(1).max())]
+    logits: Tensor = model(ids, attention_mask=(ids != 0).long()).logits
+    return logits
+
+
+def shortened(losses: list[float]) -> list[float]:
+    return [round(float(np.mean(part)), 4) for part in np.array_split(losses, 40)]
+
+
+@torch.no_grad()
+def measure(model: nn.Module, ids: Tensor, labels: Tensor) -> Line:
+    """Return the accuracy and the loss on held-out texts, the correct texts as bits in hexadecimal, and the sizes."""
+    model.eval()
+    order = (ids != 0).sum(1).argsort()
+    logits = torch.empty(len(ids), int(labels.max()) + 1)
+    for part in order.split(256):
+        logits[part] = predict(model, ids[part])
+    right = logits.argmax(1) == labels
+    layers = [module for module in model.modules() if isinstance(module, TTLayer)]
+    return {
+        "accuracy": float(right.float().mean()),
+        "eval_loss": float(nn.functional.cross_entropy(logits, labels)),
+        "right": np.packbits(right.numpy()).tobytes().hex(),
+        "num_parameters": count_parameters(model),
+        "core_numbers": sum(core.numel() for layer in layers for core in layer.chain),
     }
-    data: dict[tuple[str, bool], Data] = {}
-    jobs: dict[str, list[dict[str, Any]]] = {}
-    for spec in waiting:
-        jobs.setdefault(structure(spec), []).append(spec)
-    parts = [own[i : i + members] for own in jobs.values() for i in range(0, len(own), members)]
-    parts.sort(key=lambda part: waiting.index(part[0]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    running: list[tuple[list[dict[str, Any]], Ensemble]] = []
-    iterator = iter(parts)
-    with open(path, "a", encoding="utf-8") as file:
-        while True:
-            while len(running) < at_once and time.monotonic() < end:
-                part = next(iterator, None)
-                if part is None:
-                    break
-                own = filled(part[0])
-                place = (own["data"], own["dev"])
-                if place not in data:
-                    data[place] = Data(*place, device)
-                try:
-                    ensemble = Ensemble(part, data[place], device)
-                    if device == "cuda":
-                        ensemble.capture()
-                except (RuntimeError, sc.UserError) as error:  # other structures may still work
-                    print(f"failed: {part[0]}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-                    continue
-                running.append((part, ensemble))
-            if not running:
-                return
-            for _ in range(20):
-                for _, ensemble in running:
-                    if not ensemble.is_done:
-                        ensemble.advance()
-            for item in list(running):
-                if not item[1].is_done:
-                    continue
-                for spec, found in zip(item[0], item[1].finish(), strict=True):
-                    line = {"key": spec_key(spec), **spec, **found, **named}
-                    file.write(json.dumps(line) + "\n")
-                    short = {key: value for key, value in spec.items() if key not in ("data", "dev")}
-                    print(
-                        f"{line['accuracy']:.4f} {line['eval_loss']:.4f} {line['num_parameters']:9} "
-                        f"{line['seconds']:6.1f}s {short}",
-                        flush=True,
-                    )
-                file.flush()
-                running.remove(item)
+
+
+def bag_of_words(spec: Spec) -> Line:
+    """Return the accuracy of a linear model of the counts of tokens, with the weight decay that is best on the dev set.
+
+    It has no regard to the order of tokens.
+    """
+    began = time.time()
+    found = [(fit_bag(spec, decay, dev=True)[0], decay) for decay in (0.0, 0.1, 1.0)]
+    best = max(found)[1]
+    accuracy, size = fit_bag(spec, best, dev=False)
+    outcome = {"accuracy": accuracy, "eval_loss": None, "weight_decay": best, "num_parameters": size}
+    return {"key": spec_key(spec), **spec, **outcome, **run_facts(began)}
+
+
+def fit_bag(spec: Spec, weight_decay: float, *, dev: bool) -> tuple[float, int]:
+    """Return the accuracy of a linear model of token counts, and its number of parameters."""
+    ids, labels, test_ids, test_labels = split(spec["data"], dev=dev)
+    torch.manual_seed(spec["seed"])
+    # row 0 is that of the padding
+    model = nn.EmbeddingBag(VOCABULARY, int(labels.max()) + 1, mode="sum", padding_idx=0)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+    for batch in draw_batches(len(ids), 5000, spec["seed"]):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids[batch]), labels[batch]).backward()
+        optimizer.step()
+    return float((model(test_ids).argmax(1) == test_labels).float().mean()), model.weight.numel()
+
+
+# the plan of all runs
+
+
+def make_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str, **rest: Any) -> Spec:
+    return {**SIZES[size], **settings, **rates, **rest}
+
+
+def search(lines: Mapping[str, Line], settings: Mapping[str, Any], size: str) -> tuple[Spec | None, dict[str, float]]:
+    """Return the next run of a row's search, None if it has ended, and the best rates so far."""
+    grids = coordinates(settings)
+    rates = {name: grid.rates[grid.start] for name, grid in grids.items()}
+    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
+    for name, grid in grids.items():
+
+        def at(value: float, name: str = name) -> Spec:
+            return make_spec(settings, {**rates, name: value}, size, **fixed)
+
+        results = grid.results(dict(lines), at, heldout_error)
+        index = grid.next(results)
+        if index is not None:
+            return at(grid.rates[index]), rates
+        rates[name] = grid.best(results) or rates[name]
+    return None, rates
+
+
+def heldout_error(line: Line) -> float | None:
+    """Return the error on the dev set, or None if the run failed; the loss breaks ties."""
+    return None if line["eval_loss"] is None else 1.0 - line["accuracy"] + 1e-6 * line["eval_loss"]
+
+
+def rates_of(lines: Mapping[str, Line], row: str, size: str) -> dict[str, float] | None:
+    """Return the rates of a row; None if its search has not ended."""
+    spec, rates = search(lines, ROWS[SHARED.get(row, row)], size)
+    return None if spec is not None else rates
+
+
+def seed_spec(row: str, rates: Mapping[str, float], size: str, data: str, seed: int) -> Spec:
+    return make_spec(ROWS[row], rates, size, data=data, dev=False, seed=seed, steps=STEPS["seeds"])
+
+
+def bag_spec(data: str) -> Spec:
+    return {"measure": "bag of words", "data": data, "seed": 0}
+
+
+def run_search(ledger: Ledger, settings: Mapping[str, Any], size: str) -> None:
+    """Run the search of a row's rates to its end."""
+    while (spec := search(ledger.lines(), settings, size)[0]) is not None:
+        if not ledger.run(spec):
+            return
+
+
+def run_seeds(ledger: Ledger, size: str, item: tuple[int, str, str]) -> None:
+    seed, data, row = item
+    rates = rates_of(ledger.lines(), row, size)
+    if rates is not None:
+        ledger.run(seed_spec(row, rates, size, data, seed))
+
+
+def variant_settings(name: str) -> dict[str, Any]:
+    return {**TT, **VARIANTS[name]}
+
+
+def run_variant(ledger: Ledger, size: str, name: str) -> None:
+    """Search the rates of a variant, then run three seeds."""
+    settings = variant_settings(name)
+    run_search(ledger, settings, size)
+    spec, rates = search(ledger.lines(), settings, size)
+    for seed in SEEDS[:3] if spec is None else ():
+        ledger.run(variant_spec(settings, rates, size, seed))
+
+
+def variant_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str, seed: int) -> Spec:
+    return make_spec(settings, rates, size, data=DATA[0], dev=True, seed=seed, steps=STEPS["sweep"])
+
+
+# the report
+
+
+def report_rows(lines: Mapping[str, Line], size: str) -> None:
+    """Print accuracies on the test sets, and differences to the dense model paired by seed."""
+    for data in DATA:
+        print(f"\n{data}, {size}: accuracy in % of {len(SEEDS)} seeds, mean and 95 % interval")
+        bag = lines.get(spec_key(bag_spec(data)))
+        if bag is not None:
+            print(f"  {'bag of words':18} {bag['num_parameters']:>10,} parameters {100 * bag['accuracy']:6.2f}")
+        dense: dict[int, float] = {}
+        for row in ROWS:
+            rates = rates_of(lines, row, size)
+            specs = {} if rates is None else {seed: seed_spec(row, rates, size, data, seed) for seed in SEEDS}
+            found = {seed: line for seed, spec in specs.items() if (line := lines.get(spec_key(spec))) is not None}
+            if not found:
+                continue
+            accuracy = {seed: 100.0 * line["accuracy"] for seed, line in found.items()}
+            dense = accuracy if row == "dense" else dense
+            mean, width = interval([*accuracy.values()])
+            text = (
+                f"  {row:18} {next(iter(found.values()))['num_parameters']:>10,} parameters {mean:6.2f} ± {width:.2f}"
+            )
+            pairs = [value - dense[seed] for seed, value in accuracy.items() if seed in dense]
+            if row != "dense" and pairs:
+                text += "   minus dense {:+.2f} ± {:.2f}".format(*interval(pairs))
+            step_ms = 1e3 * np.median([line["step_s"] for line in found.values()])
+            print(f"{text}   {len(found)} seeds, {step_ms:.0f} ms a step")
+
+
+def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], size: str, name: str) -> None:
+    spec, rates = search(lines, settings, size)
+    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
+    line = lines.get(spec_key(make_spec(settings, rates, size, **fixed)))
+    if line is not None:
+        text = " ".join(f"{key} {value:.3g}" for key, value in rates.items())
+        seeds = [lines.get(spec_key(variant_spec(settings, rates, size, seed))) for seed in SEEDS[:3]]
+        accuracies = [100.0 * one["accuracy"] for one in seeds if one is not None]
+        losses = [one["eval_loss"] for one in seeds if one is not None]
+        more = f"   3 seeds {np.mean(accuracies):.2f} %, loss {np.mean(losses):.3f}" if len(accuracies) == 3 else ""
+        state = "" if spec is None else "   search not ended"
+        print(f"  {name:28} {100 * line['accuracy']:6.2f} % loss {line['eval_loss']:.3f}   {text}{more}{state}")
+
+
+def report(lines: Mapping[str, Line], size: str) -> None:
+    print(f"rates by search on the dev set of {DATA[0]}, {size}, {STEPS['sweep']} steps, seed 0")
+    for row, settings in ROWS.items():
+        if row not in SHARED:
+            report_search(lines, settings, size, row)
+    print("variants of `tt`")
+    for name in VARIANTS:
+        report_search(lines, variant_settings(name), size, name)
+    report_rows(lines, size)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phase", choices=["prepare", "run"])
-    parser.add_argument("specs", nargs="?", type=Path)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--at-once", type=int, default=1)
-    parser.add_argument("--members", type=int, default=8, help="most models of an ensemble")
-    parser.add_argument("--part", default="0/1", help="I/N: only this part of the structures, for N processes")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser = command_line(__doc__, ("sweep", "seeds", "variants", "report"), RESULT_FILE)
+    parser.add_argument("--size", choices=[*SIZES], default="small")
+    parser.add_argument("--only", nargs="+", help="names of rows or variants")
     options = parser.parse_args()
-    if options.phase == "prepare":
-        prepare()
+    if options.phase == "one":
+        spec = json.loads(options.spec)
+        printed(bag_of_words(spec) if spec.get("measure") else run_training(spec))
         return 0
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")
-    specs = json.loads(options.specs.read_text(encoding="utf-8"))
-    part, parts = map(int, options.part.split("/"))
-    # Runs of one structure stay together.
-    structures = list(dict.fromkeys(map(structure, specs)))
-    specs = [spec for spec in specs if structures.index(structure(spec)) % parts == part]
-    train_all(specs, options.device, options.at_once, options.members, options.seconds, options.results)
+    ledger = Ledger(options.results, Path(__file__), threads_a_job(options.jobs))
+    rows = [row for row in ROWS if options.only is None or row in options.only]
+    if options.phase == "sweep":
+        own = [ROWS[row] for row in rows if row not in SHARED]
+        side_by_side(options.jobs, partial(run_search, ledger, size=options.size), own)
+    elif options.phase == "seeds":
+        for data in DATA:
+            ledger.run(bag_spec(data))
+        items = [(seed, data, row) for seed in SEEDS for data in DATA for row in rows]
+        side_by_side(options.jobs, partial(run_seeds, ledger, options.size), items)
+    elif options.phase == "variants":
+        names = [name for name in VARIANTS if options.only is None or name in options.only]
+        side_by_side(options.jobs, partial(run_variant, ledger, options.size), names)
+    else:
+        report(ledger.lines(), options.size)
     return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     sys.exit(main())
