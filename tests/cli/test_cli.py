@@ -20,6 +20,7 @@ import datasets
 import pytest
 import torch
 
+from scantling import cli
 from scantling.cli import commands, run
 from tests.runs import TINY, popen, records, scantling, tiny_recipe, write_corpus, write_recipe
 from tests.trainer.reporting.fake import make_run
@@ -337,6 +338,26 @@ def test_recipe_faults_are_one_message(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_usage_errors_are_those_of_any_click(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A click may have more or fewer classes between a bad parameter and the base class."""
+
+    class ClickException(Exception): ...
+
+    class UsageError(ClickException): ...
+
+    class ParameterError(UsageError): ...
+
+    class BadParameter(ParameterError): ...
+
+    monkeypatch.setattr("typer.BadParameter", BadParameter)
+    assert [cli._exit_code(error()) for error in (ClickException, UsageError, BadParameter, Exception)] == [
+        2,
+        2,
+        2,
+        None,
+    ]
 
 
 @pytest.mark.dist

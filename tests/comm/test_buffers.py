@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scantling.comm import average_buffers
 from tests.comm.replicas import ThreadGroup, together
@@ -49,6 +51,35 @@ def test_average_buffers_skips_nonfinite_replicas(dtype: torch.dtype) -> None:
         assert net[1].running_mean.tolist() == [1.0] * 6
         assert net[1].running_var.tolist() == [1.0] * 6
         assert net.mask.tolist() == [-torch.inf] * 5
+
+
+def test_average_buffers_counts_many_replicas_exactly() -> None:
+    """A sum of ones in bf16 stalls at 256."""
+    nets = [nn.BatchNorm1d(1).to(torch.bfloat16) for _ in range(260)]
+    for rank, net in enumerate(nets):
+        net.running_mean.fill_(rank % 2)
+
+    def work(replicas: ThreadGroup) -> None:
+        def sum_in_dtype(values: Tensor) -> Tensor:
+            return reduce(torch.add, replicas.room.meet(replicas.rank, values.clone())) / replicas.world_size
+
+        replicas.all_reduce_mean = sum_in_dtype  # type: ignore[method-assign]
+        average_buffers(nets[replicas.rank], replicas)
+
+    together(len(nets), work)
+    assert {net.running_mean.item() for net in nets} == {0.5}
+    assert {net.running_var.item() for net in nets} == {1.0}
+
+
+def test_average_buffers_keeps_all_dtypes() -> None:
+    nets = [nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).half()]) for _ in range(2)]
+    for rank, net in enumerate(nets):
+        for layer in net:
+            layer.running_mean.fill_(1.0 + rank * 2.0**-40)
+    together(2, lambda replicas: average_buffers(nets[replicas.rank], replicas))
+    for net in nets:
+        assert [layer.running_mean.dtype for layer in net] == [torch.float32, torch.float64, torch.float16]
+        assert [layer.running_mean[0].item() for layer in net] == [1.0, 1.0 + 2.0**-41, 1.0]
 
 
 def test_average_buffers_without_buffers_sends_nothing() -> None:

@@ -301,21 +301,50 @@ def test_paper_schedule_holds_target_at_end(late: bool) -> None:
         torch.testing.assert_close(kept.loss(loss), loss + beta * norm)
 
 
-def test_paper_schedule_late_stage_switches_by_size_and_loss() -> None:
-    """Far above the target, the size decides: the loss is scaled by rho; below it, the loss decides."""
-    model = net()
-    adapter = RankAdapter(model, size_target=0.5, schedule="paper", steps=9, early_steps=0, rho=0.1, hold=False)
+def set_gates(adapter: RankAdapter, value: float, active: int | None = None) -> None:
+    """Set the first `active` gates of every bond to a value, all by default, and prune the others."""
+    with torch.no_grad():
+        for gate in (gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()):
+            gate.fill_(-1.0)[:active] = value
+
+
+@pytest.mark.parametrize(
+    ("value", "active", "is_above", "relaxed_is_above"),
+    [(1.0, None, True, True), (1.0, 1, False, False), (0.2, None, True, False), (20.0, 1, False, True)],
+)
+def test_paper_schedule_late_stage_switches_by_true_size(
+    value: float, active: int | None, is_above: bool, relaxed_is_above: bool
+) -> None:
+    """Above the target, the size decides: the loss is scaled by rho; below it, the loss decides."""
+    adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=9, early_steps=0, rho=0.1, hold=False)
+    set_gates(adapter, value, active)
+    assert (adapter.size() > adapter.target) == is_above
+    assert (adapter._budget.relaxed_size().item() > adapter.target) == relaxed_is_above
     loss = torch.tensor(2.0, requires_grad=True)
     adapter.loss(loss).backward()
     assert loss.grad is not None
-    assert loss.grad.item() == pytest.approx(0.1)
+    assert loss.grad.item() == pytest.approx(0.1 if is_above else 1.1)
+
+
+def test_relaxed_size_counts_negative_gates_as_zero() -> None:
+    """A negative gate is pruned: it must neither add to the size nor be pulled up by its price."""
+    layer = sc.TTLinear(24, 20, 5, num_modes=2)
+    adapter = RankAdapter(nn.Sequential(layer), size_target=0.5)
+    assert layer.rank_gates is not None
+    values = torch.tensor([1.5, 0.5, 0.004, -0.3, -2.0])
     with torch.no_grad():
-        for layer in adapter.layers.values():
-            for gate in layer.rank_gates or ():
-                gate[1:] = 0.0
-    loss.grad = None
-    adapter.loss(loss).backward()
-    assert loss.grad.item() == pytest.approx(1.1)
+        for gate in layer.rank_gates:
+            gate.copy_(values[: len(gate)])
+    ranks = [1.0, *(values[: len(gate)].clamp(min=0.0).sum().item() for gate in layer.rank_gates), 1.0]
+    relaxed = adapter._budget.relaxed_size()
+    assert relaxed.item() == pytest.approx(
+        sum(size * left * right for size, left, right in zip(layer.sizes, ranks, ranks[1:], strict=False))
+    )
+    relaxed.backward()
+    for gate in layer.rank_gates:
+        assert gate.grad is not None
+        assert torch.equal(gate.grad > 0.0, values[: len(gate)] > 0.0)
+        assert not gate.grad[values[: len(gate)] < 0.0].any()
 
 
 def test_truncate_keeps_outputs() -> None:

@@ -115,10 +115,10 @@ def _broke_by_interrupt(error: BaseException) -> bool:
 
 
 def _usage_error() -> Any:
-    """Return click's base class of usage errors, for the click that this typer uses."""
+    """Return `ClickException`, the base class of usage errors, of click or of the copy of click in newer typers."""
     import typer
 
-    return typer.BadParameter.__mro__[2]
+    return next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def _report(error: BaseException) -> None:

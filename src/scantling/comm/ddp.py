@@ -133,7 +133,8 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
 
     Only saved floating-point buffers are averaged: others are counters and masks, which are the same on all replicas.
     The mean of a buffer is over the replicas on which it is finite; if there is none, it stays. Call this on all
-    replicas before an evaluation or a checkpoint. Collective: one all-reduce for each dtype.
+    replicas before an evaluation or a checkpoint. Collective: one all-reduce, in fp32 or, if a buffer is fp64, in fp64;
+    none without such buffers.
 
     Args:
         model: the same on all replicas.
@@ -150,18 +151,18 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
         for name, value in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module) and value.is_floating_point()
     ]
-    # Sorted: all replicas must run the collectives in the same order.
-    for dtype in sorted({value.dtype for value in buffers}, key=str):
-        parts = [value for value in buffers if value.dtype == dtype]
-        is_finite = torch.stack([value.isfinite().all() for value in parts])
-        # A buffer that is not finite here counts as 0; `is_finite` is sent too, to count the others.
-        sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(is_finite, parts, strict=True)]
-        sizes = [value.numel() for value in parts]
-        averaged = replicas.all_reduce_mean(torch.cat([*sent, is_finite.to(dtype)]))
-        *means, share = torch.split(averaged, [*sizes, len(parts)])
-        counts = (share.float() * replicas.world_size).round().tolist()  # replicas on which each buffer is finite
-        for value, mean, count in zip(parts, means, counts, strict=True):
-            # Mean over all replicas -> mean over those on which the buffer is finite
-            if count:
-                value.copy_(mean.view_as(value) * (replicas.world_size / count))
+    if not buffers:
+        return 0
+    # Not in bf16 or fp16: a sum of counts would stall at 256 or 2048 replicas, and sums of values round as much.
+    dtype = torch.float64 if any(value.dtype == torch.float64 for value in buffers) else torch.float32
+    is_finite = torch.stack([value.isfinite().all() for value in buffers])
+    # A buffer that is not finite here counts as 0; `is_finite` is sent too, to count the others.
+    sent = [torch.where(each, value, 0.0).flatten() for each, value in zip(is_finite, buffers, strict=True)]
+    averaged = replicas.all_reduce_mean(torch.cat([value.to(dtype) for value in (*sent, is_finite)]))
+    *means, share = torch.split(averaged, [*(value.numel() for value in buffers), len(buffers)])
+    counts = (share * replicas.world_size).round().tolist()  # replicas on which each buffer is finite
+    for value, mean, count in zip(buffers, means, counts, strict=True):
+        # Mean over all replicas -> mean over those on which the buffer is finite
+        if count:
+            value.copy_(mean.view_as(value) * (replicas.world_size / count))
     return replicas.wire_bytes

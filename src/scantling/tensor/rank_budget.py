@@ -122,7 +122,10 @@ class RankBudget:
         return self._device_polynomial(self._active_ranks())
 
     def relaxed_size(self) -> Tensor:
-        """Return the size with the l1 norms of the rank gates instead of ranks, 0-D, with a gradient."""
+        """Return the size with the l1 norms of the rank gates instead of ranks, 0-D, with a gradient.
+
+        Negative gates count as 0, without a gradient: their ranks are pruned.
+        """
         return self._device_polynomial(self._sum_per_bond(self._flat_gates().clamp(min=0.0)))
 
     def core_norm_squared(self) -> Tensor:

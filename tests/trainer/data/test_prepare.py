@@ -6,6 +6,7 @@ import errno
 import json
 import lzma
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from scantling.errors import UserError
+from scantling.trainer.data import bpe
 from scantling.trainer.data import prepare as module
 from scantling.trainer.data.cache import Cache
 from scantling.trainer.data.prepare import Prepared, prepare
@@ -52,6 +54,22 @@ def pairs_file(path: Path, count: int = 60, **changes: Any) -> Path:
     rows = [{"premise": f"p{n}", "hypothesis": f"h {n}" * (n % 5), "label": LABELS[n % 3]} for n in range(count)]
     path.write_text("".join(json.dumps(row | changes) + "\n" for row in rows))
     return path
+
+
+class Recorder:
+    """Progress display that records each task as [first word, total, done, True if finished]."""
+
+    def __init__(self) -> None:
+        self.works: list[list[Any]] = []
+
+    def start(self, what: str, total: int | None) -> None:
+        self.works.append([what.split()[0], total, 0, False])
+
+    def advance(self, amount: int) -> None:
+        self.works[-1][2] += amount
+
+    def finish(self) -> None:
+        self.works[-1][3] = True
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 280}])
@@ -140,6 +158,27 @@ def test_bpe_has_exactly_the_size(tmp_path: Path) -> None:
     assert prepared.tokenizer.vocab_size == 700
     assert prepared.train.tokens.dtype == np.uint16
     assert max(prepared.train.tokens[:]) < 700
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 299, 300, 301, 1000])
+def test_bpe_sample_is_limited_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Each letter takes two bytes; a cut within a letter leaves it out."""
+    rows = ["é" * 150, "è" * 150]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    train, sizes = bpe._train, []
+
+    def train_and_measure(vocab_size: int, texts: Iterator[str]) -> Any:
+        sample = list(texts)
+        sizes.append(len("".join(sample).encode()))
+        return train(vocab_size, iter(sample))
+
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", num_bytes)
+    monkeypatch.setattr(bpe, "_train", train_and_measure)
+    section = DataSection(jsonl=str(tmp_path / "a.jsonl"), tokenizer={"bpe": 261}, heldout=0)
+    recorder = Recorder()
+    prepare(section, seed=0, progress=recorder)
+    assert sizes == [min(num_bytes, 600) // 2 * 2]
+    assert recorder.works[1] == ["training", min(num_bytes, 600), min(num_bytes, 600), True]
 
 
 def test_bpe_larger_than_the_text_allows_is_refused(tmp_path: Path) -> None:
@@ -318,19 +357,6 @@ def test_held_out_documents_in_training_data_are_counted(
 
 
 def test_progress_is_reported(corpus: tuple[list[str], DataSection]) -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.works: list[list[Any]] = []
-
-        def start(self, what: str, total: int | None) -> None:
-            self.works.append([what.split()[0], total, 0, False])
-
-        def advance(self, amount: int) -> None:
-            self.works[-1][2] += amount
-
-        def finish(self) -> None:
-            self.works[-1][3] = True
-
     texts, section = corpus
     section = section.model_copy(update={"tokenizer": DataSection(tokenizer={"bpe": 280}).tokenizer})
     recorder = Recorder()

@@ -32,8 +32,20 @@ def test_identical_documents_stay_together(contents: list[int], share: float, se
     sides = split(scan, heldout=share, max_bytes=None, seed=seed, name="x")
     for content in set(contents):
         assert len({int(side) for side, other in zip(sides, contents, strict=True) if other == content}) == 1
-    assert (sides == HELDOUT).any()
     assert (sides == TRAIN).any()
+    room = math.ceil(share * len(contents)) - int((sides == HELDOUT).sum())
+    counts = {content: contents.count(content) for content in contents}
+    training = {content for side, content in zip(sides, contents, strict=True) if side == TRAIN}
+    if len(training) > 1:  # none of those left for training would still fit
+        assert min(counts[content] for content in training) > room
+    assert (sides == HELDOUT).any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_share_below_all_numbers_of_copies_holds_out_the_fewest(seed: int) -> None:
+    contents = [1] * 5 + [2] * 3 + [3] * 4
+    sides = split(scan_of(contents), heldout=0.1, max_bytes=None, seed=seed, name="x")
+    assert sides.tolist() == [HELDOUT if content == 2 else TRAIN for content in contents]
 
 
 @settings(max_examples=200, deadline=None)

@@ -277,6 +277,30 @@ def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -
     assert not (tmp_path / "harmed").exists()
 
 
+def set_chunks(tensor: Content, *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Give a tensor of 100 elements chunks at offsets and of sizes, all of which lie in its file."""
+    (whole,) = tensor["chunks"]
+    dims = len(chunks[0][0])
+    made = [{**whole, "offsets": list(offsets), "sizes": list(sizes)} for offsets, sizes in chunks]
+    tensor.update(size=[100] if dims == 1 else [10, 10], chunks=made)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [((0,), (40,)), ((60,), (40,)), ((40,), (20,)), ((100,), (0,))],
+        [((0, 0), (6, 3)), ((0, 3), (6, 7)), ((6, 0), (4, 3)), ((6, 3), (4, 7)), ((10, 0), (0, 3))],
+        [((0, 4), (10, 6)), ((0, 0), (10, 4))],
+    ],
+)
+def test_index_of_a_grid_of_chunks_is_read(checkpoint: Path, chunks: list[Any]) -> None:
+    content = json.loads((checkpoint / INDEX).read_text())
+    set_chunks(content["tensors"]["model/x"], *chunks)
+    (checkpoint / INDEX).write_text(json.dumps(content))
+    found = checkpoint_index.read_index(checkpoint).metadata.state_dict_metadata["model/x"]
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks] == chunks
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -299,6 +323,9 @@ def test_pickle_among_the_tensors_is_refused(checkpoint: Path, tmp_path: Path) -
         lambda tensor: tensor["chunks"][0].update(offsets=[1]),
         lambda tensor: tensor["chunks"][0].update(more=1),
         lambda tensor: tensor.update(__class__="x"),
+        lambda tensor: set_chunks(tensor, ((0,), (60,)), ((40,), (40,))),
+        lambda tensor: set_chunks(tensor, ((0, 0), (10, 6)), ((0, 4), (10, 4))),
+        lambda tensor: set_chunks(tensor, ((0, 0), (6, 5)), ((4, 0), (6, 5)), ((0, 5), (5, 4)), ((5, 5), (5, 4))),
     ],
 )
 def test_invalid_index_is_refused(checkpoint: Path, change: Callable[[Content], object]) -> None:

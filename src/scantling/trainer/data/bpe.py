@@ -18,7 +18,7 @@ from scantling.trainer.data.split import TRAIN, Sides
 from scantling.trainer.data.tokenizers import SPECIALS, FastTokenizer, finish_backend, named_specials
 
 SAMPLE_BYTES = 5_000_000
-"""Size of the text a BPE is trained on: training documents in the order of a hash; the last one is truncated."""
+"""UTF-8 bytes of the text a BPE is trained on: training documents in the order of a hash; the last one is truncated."""
 
 
 def train_bpe(
@@ -45,7 +45,8 @@ def train_bpe(
     enough = int(np.searchsorted(np.cumsum(scan.sizes[used]), SAMPLE_BYTES)) + 1
     sample = np.zeros(len(scan), dtype=bool)
     sample[used[:enough]] = True
-    key = fingerprint(["bpe", FORMAT, SAMPLE_BYTES, vocab_size, wrap, scan.content, fingerprint_array(sample)])
+    settings = [SAMPLE_BYTES, vocab_size, wrap]
+    key = fingerprint(["bpe of bytes", FORMAT, *settings, scan.content, fingerprint_array(sample)])
 
     def make(folder: Path) -> dict[str, Any]:
         total = min(SAMPLE_BYTES, int(scan.sizes[sample].sum()))
@@ -87,7 +88,7 @@ def _train(vocab_size: int, texts: Iterator[str]) -> Any:
 
 
 def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress: Progress) -> Iterator[str]:
-    """Yield the text of the sampled documents, `SAMPLE_BYTES` in total."""
+    """Yield the text of the sampled documents, at most `SAMPLE_BYTES` of UTF-8 in total."""
     document, remaining = 0, SAMPLE_BYTES
     for piece in source.pieces():
         if document == len(sample):
@@ -95,10 +96,12 @@ def _texts(source: Source, sample: np.ndarray[Any, np.dtype[np.bool_]], progress
         if sample[document]:
             for text in (piece.text, piece.pair):
                 if text and remaining > 0:
-                    yield text[:remaining]
-                    size = len(text.encode("utf-8"))
-                    remaining -= size
-                    progress.advance(size)
+                    encoded = text.encode()
+                    kept = encoded[:remaining]
+                    # errors="ignore" drops a character that the cut splits.
+                    yield kept.decode(errors="ignore")
+                    remaining -= len(encoded)
+                    progress.advance(len(kept))
         document += piece.last
         if remaining <= 0:
             return

@@ -30,8 +30,9 @@ def assign_all(scan: Scan, side: int) -> Sides:
 def split(scan: Scan, *, heldout: float, max_bytes: int | None, seed: int, name: str, unit: str = "document") -> Sides:
     """Select the documents and hold some out.
 
-    Identical documents are on the same side. If no set of documents matches the share exactly because many are
-    identical, the held-out set is the largest that stays below, but never empty.
+    Identical documents are on the same side. They are held out together, in the order of a hash, if they still fit into
+    the share. So with many identical documents the held-out set can be smaller than the share; it is larger only if
+    each distinct document alone exceeds the share, and then it is the one with the fewest copies.
 
     Args:
         scan: the scan of the documents.

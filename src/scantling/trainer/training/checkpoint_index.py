@@ -11,6 +11,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -181,7 +182,6 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
             if allow_lost_ranks and is_rank_key(key):
                 continue
             raise
-        # no two chunks begin at the same offsets, and together they have as many elements as the tensor
         for chunk in tensor.chunks:
             offsets = torch.Size(chunk.offsets)
             # DCP ignores the third field in comparisons, so equal offsets are found as duplicates
@@ -190,8 +190,11 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
                 raise ValueError(f"{key}: two chunks begin at {chunk.offsets}")
             storage[position] = checkpoint_storage_info(chunk.file, chunk.offset, chunk.length)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+        # disjoint chunks with as many elements as the tensor cover it
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise ValueError(f"{key}: its chunks do not add up to the size {tensor.size}")
+        if not _are_disjoint([chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]):
+            raise ValueError(f"{key}: its chunks overlap or are not a grid")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.size), chunks)
     # a file with only per-rank keys may be missing when just the weights are loaded
     shared_files = {info.relative_path for index, info in storage.items() if not is_rank_key(index.fqn)}
@@ -209,6 +212,24 @@ def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_b
         raise ValueError(f"{chunk.file} is missing")
     if chunk.offset + chunk.length > file_bytes or math.prod(chunk.sizes) * itemsize > chunk.length:
         raise ValueError(f"{key}: a chunk of {chunk.sizes} does not fit into the bytes of {chunk.file}")
+
+
+def _are_disjoint(chunks: list[_Chunk], dim: int = 0) -> bool:
+    """Return True if chunks do not overlap, as the cells of a grid, which all shardings of a DTensor are.
+
+    The ranges of the chunks along a dim are equal or disjoint; chunks of equal range are compared along the next dim.
+    This takes O(n log n) for n chunks; any layout would take O(n²).
+    """
+    if len(chunks) < 2:
+        return True
+    if dim == len(chunks[0].sizes):
+        return False
+    by_range: dict[tuple[int, int], list[_Chunk]] = {}
+    for chunk in chunks:
+        by_range.setdefault((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]), []).append(chunk)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(sorted(by_range))) and all(
+        _are_disjoint(equal, dim + 1) for equal in by_range.values()
+    )
 
 
 def is_rank_key(key: str) -> bool:

@@ -126,11 +126,9 @@ class Stepper:
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Return the targets and tokens of all processes, (2,), on the device."""
-        device = self.context.device
-        # float64 counts exactly up to 2**53; MPS has no float64
-        dtype = torch.float32 if device.type == "mps" else torch.float64
         own = [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)]
-        return self.context.all_reduce(torch.tensor(own, dtype=torch.float64).to(device, dtype))
+        # float64 counts exactly up to 2**53
+        return self.context.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.context.device))
 
     def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
         """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
