@@ -99,7 +99,11 @@ class Ops:
 
 @cache
 def fused_ops() -> Ops:
-    """Return the parts compiled; one process compiles each of them once for each width."""
+    """Return the parts compiled, for the first width with its sizes and for all others without.
+
+    A part that cannot be compiled runs as it is, with a warning.
+    """
+    torch._dynamo.config.suppress_errors = True
     return Ops(*map(torch.compile, astuple(Ops())))
 
 
