@@ -89,8 +89,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense embedding": {"embedding_rank": 0},
     "init of 0.02": {"init_std": 0.02},
     "init of 0.02 without gain": {"init_std": 0.02, "gain": 0.0},
+    "init of 0.02, gates without gain": {"init_std": 0.02, "gates": True, "gain": 0.0},
+    "dense, init of 0.02": {"form": "dense", "init_std": 0.02},
 }
-"""Changes of the row `tt`."""
+"""Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
 RATES = [0.25e-3 * 2**power for power in range(7)]
 RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0]
 
@@ -430,10 +432,17 @@ def make_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str
     return {**SIZES[size], **settings, **rates, **rest}
 
 
-def search(lines: Mapping[str, Line], settings: Mapping[str, Any], size: str) -> tuple[Spec | None, dict[str, float]]:
-    """Return the next run of a row's search, None if it has ended, and the best rates so far."""
+def search(
+    lines: Mapping[str, Line], settings: Mapping[str, Any], size: str, ratios: Mapping[str, float] | None = None
+) -> tuple[Spec | None, dict[str, float]]:
+    """Return the next run of a row's search, None if it has ended, and the best rates so far.
+
+    With given ratios, only the learning rate is searched.
+    """
     grids = coordinates(settings)
     rates = {name: grid.rates[grid.start] for name, grid in grids.items()}
+    if ratios is not None:
+        rates, grids = {**rates, **ratios}, {"lr": grids["lr"]}
     fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
     for name, grid in grids.items():
 
@@ -481,17 +490,27 @@ def run_seeds(ledger: Ledger, size: str, item: tuple[int, str, str]) -> None:
         ledger.run(seed_spec(row, rates, size, data, seed))
 
 
+def search_variant(lines: Mapping[str, Line], name: str, size: str) -> tuple[Spec | None, dict[str, float] | None]:
+    """Return the next run of a variant's search and the best rates so far; no rates without those of its row."""
+    settings = variant_settings(name)
+    rates = rates_of(lines, "dense" if settings["form"] == "dense" else "tt", size)
+    if rates is None:
+        return None, None
+    return search(lines, settings, size, {key: value for key, value in rates.items() if key != "lr"})
+
+
 def variant_settings(name: str) -> dict[str, Any]:
     return {**TT, **VARIANTS[name]}
 
 
 def run_variant(ledger: Ledger, size: str, name: str) -> None:
-    """Search the rates of a variant, then run three seeds."""
-    settings = variant_settings(name)
-    run_search(ledger, settings, size)
-    spec, rates = search(ledger.lines(), settings, size)
-    for seed in SEEDS[:3] if spec is None else ():
-        ledger.run(variant_spec(settings, rates, size, seed))
+    """Search the learning rate of a variant, then run three seeds."""
+    while (spec := search_variant(ledger.lines(), name, size)[0]) is not None:
+        if not ledger.run(spec):
+            return
+    rates = search_variant(ledger.lines(), name, size)[1]
+    for seed in SEEDS[:3] if rates is not None else ():
+        ledger.run(variant_spec(variant_settings(name), rates, size, seed))
 
 
 def variant_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str, seed: int) -> Spec:
@@ -528,28 +547,34 @@ def report_rows(lines: Mapping[str, Line], size: str) -> None:
             print(f"{text}   {len(found)} seeds, {step_ms:.0f} ms a step")
 
 
-def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], size: str, name: str) -> None:
-    spec, rates = search(lines, settings, size)
+def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], rates: Mapping[str, float], size: str) -> str:
+    """Return the dev results of one seed at the best rates, and the means of three more seeds."""
     fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
     line = lines.get(spec_key(make_spec(settings, rates, size, **fixed)))
-    if line is not None:
-        text = " ".join(f"{key} {value:.3g}" for key, value in rates.items())
-        seeds = [lines.get(spec_key(variant_spec(settings, rates, size, seed))) for seed in SEEDS[:3]]
-        accuracies = [100.0 * one["accuracy"] for one in seeds if one is not None]
-        losses = [one["eval_loss"] for one in seeds if one is not None]
-        more = f"   3 seeds {np.mean(accuracies):.2f} %, loss {np.mean(losses):.3f}" if len(accuracies) == 3 else ""
-        state = "" if spec is None else "   search not ended"
-        print(f"  {name:28} {100 * line['accuracy']:6.2f} % loss {line['eval_loss']:.3f}   {text}{more}{state}")
+    if line is None or line["eval_loss"] is None:
+        return ""
+    seeds = [lines.get(spec_key(variant_spec(settings, rates, size, seed))) for seed in SEEDS[:3]]
+    found = [one for one in seeds if one is not None and one["eval_loss"] is not None]
+    text = f"{100 * line['accuracy']:6.2f} % loss {line['eval_loss']:.3f}   "
+    text += " ".join(f"{key} {value:.3g}" for key, value in rates.items())
+    if found:
+        accuracy, loss = (np.mean([one[key] for one in found]) for key in ("accuracy", "eval_loss"))
+        text += f"   {len(found)} more seeds {100 * accuracy:.2f} % loss {loss:.3f}"
+    return text
 
 
 def report(lines: Mapping[str, Line], size: str) -> None:
     print(f"rates by search on the dev set of {DATA[0]}, {size}, {STEPS['sweep']} steps, seed 0")
     for row, settings in ROWS.items():
         if row not in SHARED:
-            report_search(lines, settings, size, row)
+            spec, rates = search(lines, settings, size)
+            print(f"  {row:32}{report_search(lines, settings, rates, size)}{'' if spec is None else '   not ended'}")
     print("variants of `tt`")
     for name in VARIANTS:
-        report_search(lines, variant_settings(name), size, name)
+        spec, found = search_variant(lines, name, size)
+        if found is not None:
+            text = report_search(lines, variant_settings(name), found, size)
+            print(f"  {name:32}{text}{'' if spec is None else '   not ended'}")
     report_rows(lines, size)
 
 

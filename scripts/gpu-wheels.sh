@@ -12,7 +12,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 folder=${1:-build/wheels}
-names="pydantic pydantic-core annotated-types typing-inspection datasets dill multiprocess"
+names="pydantic pydantic-core annotated-types typing-inspection datasets dill multiprocess came-pytorch"
 
 pins=
 for name in $names; do
