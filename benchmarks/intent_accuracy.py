@@ -74,6 +74,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without gain": {"gain": 0.0},
     "gates": {"gates": True},
     "gates without gain": {"gates": True, "gain": 0.0},
+    "gates at the rate of the run": {"gates": True, "control": 1.0},
+    "target 0.5": {"target": 0.5},
+    "target 0.5, gates at the rate of the run": {"target": 0.5, "control": 1.0},
     "muon": {"optimizer": "muon on cores"},
     "rates by rms": {"power": 0.5},
     "clipped gradients": {"clip": 1.0},
@@ -237,7 +240,9 @@ def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
     """Return parameter groups with the rates of a run."""
     lr, layers, embedding = spec["lr"], spec["lr"] * spec["layers_ratio"], spec["lr"] * spec["embedding_ratio"]
     rates = {"core_lr": layers, "embedding_core_lr": embedding, "embedding_lr": embedding}
-    groups = sc.param_groups(model, weight_decay=spec.get("weight_decay", 0.0), control_lr=10.0 * lr, **rates)
+    groups = sc.param_groups(
+        model, weight_decay=spec.get("weight_decay", 0.0), control_lr=spec.get("control", 10.0) * lr, **rates
+    )
     result = []
     for group in groups:
         if spec["form"] == "dense" and group["role"] == "matrix":
