@@ -180,6 +180,14 @@ def test_nothing_to_learn(tmp_path: Path, changes: dict[str, Any], message: str)
         prepared(str(write_csv(tmp_path / "a.csv", rows)), heldout=0.2)
 
 
+def test_missing_values_are_no_second_value(tmp_path: Path) -> None:
+    rows = [row | {"price": 3 if index % 2 else None} for index, row in enumerate(click_rows(10))]
+    path = str(write_csv(tmp_path / "a.csv", rows))
+    for scaling in ("standard", "log1p"):
+        with pytest.raises(UserError, match=r"column 'price' has one value"):
+            prepared(path, clicks={"scaling": scaling}, heldout=0.2)
+
+
 def test_too_few_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("clicked,price,age,user,shop\n")
     with pytest.raises(UserError, match=r"a\.csv: the click log is empty: it has no rows"):

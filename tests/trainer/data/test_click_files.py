@@ -86,6 +86,9 @@ def test_hashes_are_the_same_everywhere() -> None:
         13020603013274838756,
     ]
     assert category_keys([7, 7.0, "7", np.int64(7)]) == [key64("7")] * 4
+    assert category_keys(np.array([7], dtype=np.float32)) == [key64("7")]
+    assert category_keys(np.array([0.1, 0.5], dtype=np.float32)) == category_keys([float(np.float32(0.1)), 0.5])
+    assert category_keys(np.array([7, 0.5], dtype=np.float16)) == [key64("7"), key64("0.5")]
     assert category_keys([None, float("nan"), ""]) == [key64("")] * 3
     assert category_keys([True, 0.5]) == [key64("1"), key64("0.5")]
 

@@ -225,7 +225,7 @@ class _Moments:
 
     def add(self, numbers: npt.NDArray[np.float32]) -> None:
         values = _transformed(numbers, self._scaling)
-        is_present = ~np.isnan(values)
+        is_present = ~np.isnan(numbers)  # of the given numbers: "log1p" replaces missing ones by 0
         counts = is_present.sum(axis=0)
         means = np.where(is_present, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
         squares = np.where(is_present, (values - means) ** 2, 0.0).sum(axis=0)

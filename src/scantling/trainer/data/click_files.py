@@ -263,13 +263,15 @@ class _Keys(dict[Any, int]):
 
 
 def _key(value: Any) -> int:
-    """Return the hash of a category. Integers hash the same in all types: a 7 in CSV may be 7.0 in Parquet."""
+    """Return the hash of a category. Equal numbers hash the same in all types: a 7 in CSV may be 7.0 in Parquet."""
     if isinstance(value, str):
         return key64(value)
     if value is None or value != value:
         return key64("")
     if isinstance(value, Decimal) and value.is_finite():  # equal to an int or a float, so it shares its cache entry
         value = int(value) if value == value.to_integral_value() else float(value) if float(value) == value else value
+    if isinstance(value, np.floating):  # Parquet's fp32 and fp16 are read as Python floats
+        value = float(value)
     if isinstance(value, bool | np.bool_) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
     if not _is_category(value):
