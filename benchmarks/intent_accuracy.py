@@ -7,9 +7,10 @@
     python benchmarks/intent_accuracy.py variants    changes of the TT model: rates of each, then three seeds, dev set
     python benchmarks/intent_accuracy.py report      tables, from the raw lines alone
 
-`--size small` is 3 encoders of width 128, `--size full` 6 encoders of width 256. Every row has the same budget for its
-rates: first the learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each
-along a grid until the best value lies between two worse ones. Rows at a size target take the ratios of `tt`. The
+`--size small` is 3 encoders of width 128 and `--size full` 6 encoders of width 256, with the paper's ranks; `--size tiny`
+is 2 encoders of width 64 at rank 16, to choose among variants. Every row has the same budget for its rates: first the
+learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each along a grid until
+the best value lies between two worse ones. Rows at a size target take the ratios of `tt`. The
 standard deviation of BERT's first weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is so
 small that every model mostly learns the scale of its weights.
 
@@ -47,13 +48,19 @@ DATA = ("banking77", "clinc150")
 LENGTH = 32
 """Most tokens of a text; 6 % of the texts of Banking77 are longer, and none of CLINC150."""
 VOCABULARY = 4096
-SIZES = {"small": {"width": 128, "layers": 3}, "full": {"width": 256, "layers": 6}}
-STEPS = {"sweep": 1500, "seeds": 3000}
+PAPER_RANKS = {"rank": 30, "embedding_rank": 32}
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"width": 64, "layers": 2, "rank": 16, "embedding_rank": 16},
+    "small": {"width": 128, "layers": 3, **PAPER_RANKS},
+    "full": {"width": 256, "layers": 6, **PAPER_RANKS},
+}
+SWEEP_STEPS = {"tiny": 1000, "small": 1500, "full": 1500}
+SEED_STEPS = {"tiny": 2000, "small": 3000, "full": 4000}
 SEEDS = (1, 2, 3, 4, 5)
 BATCH, WARM_UP, DROPOUT = 32, 0.1, 0.1
 BEGIN, END = 0.3, 0.7
 """Fractions of a run at which the rank reduction begins and ends."""
-TT = {"form": "tt", "rank": 30, "embedding_rank": 32}
+TT = {"form": "tt"}
 TARGETS = {"tt 0.8": 0.8, "tt 0.5": 0.5, "tt 0.2": 0.2, "tt 361x": 0.1777}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
@@ -83,9 +90,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weight decay": {"weight_decay": 0.1},
     "longer warm-up": {"warm_up": 0.3},
     "svd after 300 dense steps": {"dense_steps": 300},
-    "ranks removed late": {"rank": 48, "embedding_rank": 48, "target": "tt"},
-    "more ranks in attention": {"rank": {"attention": 40, "rest": 20}},
-    "more ranks in feed-forward": {"rank": {"attention": 20, "rest": 40}},
+    "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt"},
+    "more ranks in attention": {"rank": {"attention": 22, "rest": 12}},
+    "more ranks in feed-forward": {"rank": {"attention": 10, "rest": 20}},
     "diagonal residual": {"diagonal": True},
     "tt-silu": {"form": "tt-silu"},
     "two modes": {"num_modes": 2},
@@ -335,7 +342,8 @@ def run_training(spec: Spec) -> Line:
                 begin, end = round(BEGIN * steps), round(END * steps)
                 target = spec["target"]
                 if target == "tt":  # the size at the ranks of `tt`
-                    target = count_cores({**spec, **TT}, num_labels) / count_cores(spec, num_labels)
+                    plain = {**spec, **TT, **SIZES[spec["size"]]}
+                    target = count_cores(plain, num_labels) / count_cores(spec, num_labels)
                 adapter = sc.RankAdapter(model, size_target=target, begin=begin, steps=end, interval=20)
             optimizers = build(shape, parameter_groups(model, spec))
             peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -393,6 +401,8 @@ def measure(model: nn.Module, ids: Tensor, labels: Tensor) -> Line:
         logits[part] = predict(model, ids[part])
     right = logits.argmax(1) == labels
     layers = [module for module in model.modules() if isinstance(module, TTLayer)]
+    for layer in layers:
+        layer.fold_gates()  # gates do not count
     return {
         "accuracy": float(right.float().mean()),
         "eval_loss": float(nn.functional.cross_entropy(logits, labels)),
@@ -434,7 +444,7 @@ def fit_bag(spec: Spec, weight_decay: float, *, dev: bool) -> tuple[float, int]:
 
 
 def make_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str, **rest: Any) -> Spec:
-    return {**SIZES[size], **settings, **rates, **rest}
+    return {"size": size, **SIZES[size], **settings, **rates, **rest}
 
 
 def search(
@@ -448,7 +458,7 @@ def search(
     rates = {name: grid.rates[grid.start] for name, grid in grids.items()}
     if ratios is not None:
         rates, grids = {**rates, **ratios}, {"lr": grids["lr"]}
-    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
+    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": SWEEP_STEPS[size]}
     for name, grid in grids.items():
 
         def at(value: float, name: str = name) -> Spec:
@@ -474,7 +484,7 @@ def rates_of(lines: Mapping[str, Line], row: str, size: str) -> dict[str, float]
 
 
 def seed_spec(row: str, rates: Mapping[str, float], size: str, data: str, seed: int) -> Spec:
-    return make_spec(ROWS[row], rates, size, data=data, dev=False, seed=seed, steps=STEPS["seeds"])
+    return make_spec(ROWS[row], rates, size, data=data, dev=False, seed=seed, steps=SEED_STEPS[size])
 
 
 def bag_spec(data: str) -> Spec:
@@ -519,7 +529,7 @@ def run_variant(ledger: Ledger, size: str, name: str) -> None:
 
 
 def variant_spec(settings: Mapping[str, Any], rates: Mapping[str, float], size: str, seed: int) -> Spec:
-    return make_spec(settings, rates, size, data=DATA[0], dev=True, seed=seed, steps=STEPS["sweep"])
+    return make_spec(settings, rates, size, data=DATA[0], dev=True, seed=seed, steps=SWEEP_STEPS[size])
 
 
 # the report
@@ -554,7 +564,7 @@ def report_rows(lines: Mapping[str, Line], size: str) -> None:
 
 def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], rates: Mapping[str, float], size: str) -> str:
     """Return the dev results of one seed at the best rates, and the means of three more seeds."""
-    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": STEPS["sweep"]}
+    fixed = {"data": DATA[0], "dev": True, "seed": 0, "steps": SWEEP_STEPS[size]}
     line = lines.get(spec_key(make_spec(settings, rates, size, **fixed)))
     if line is None or line["eval_loss"] is None:
         return ""
@@ -569,7 +579,7 @@ def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], rates:
 
 
 def report(lines: Mapping[str, Line], size: str) -> None:
-    print(f"rates by search on the dev set of {DATA[0]}, {size}, {STEPS['sweep']} steps, seed 0")
+    print(f"rates by search on the dev set of {DATA[0]}, {size}, {SWEEP_STEPS[size]} steps, seed 0")
     for row, settings in ROWS.items():
         if row not in SHARED:
             spec, rates = search(lines, settings, size)
