@@ -7,12 +7,12 @@
     python benchmarks/intent_accuracy.py variants    changes of the TT model: rates of each, then three seeds, dev set
     python benchmarks/intent_accuracy.py report      tables, from the raw lines alone
 
-`--size small` is 3 encoders of width 128 and `--size full` 6 encoders of width 256, with the paper's ranks; `--size tiny`
-is 2 encoders of width 64 at rank 16, to choose among variants. Every row has the same budget for its rates: first the
-learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each along a grid until
-the best value lies between two worse ones. Rows at a size target take the ratios of `tt`. The
-standard deviation of BERT's first weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is so
-small that every model mostly learns the scale of its weights.
+`--size small` is 3 encoders of width 128 and `--size full` 6 encoders of width 256, with the paper's ranks; `--size
+tiny` is 2 encoders of width 64 at rank 16, to choose among variants. Every row has the same budget for its rates: first
+the learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each along a grid
+until the best value lies between two worse ones. Rows at a size target other than 0.2 take the rates of `tt` or of
+`tt 0.2`, and variants the ratios of `tt`. The standard deviation of BERT's first weights, 0.02 at width 768, is scaled
+by 1 / sqrt(width): at width 128, 0.02 is so small that every model mostly learns the scale of its weights.
 
 Banking77 has no test set here, so every 7th text of each label is held out; CLINC150 has its published validation set.
 The dev set is every 10th of the other texts. `bag of words` is a linear model of word counts. Results are lines of
