@@ -9,9 +9,9 @@ A rank whose gate is 0 is pruned: removing it from both of its cores does not ch
 gate were active (straight-through), so a pruned rank may become active again until it is removed. Only a `RankAdapter`
 attaches rank gates.
 
-Every TT layer also has one trainable scale of its weight, exp(GAIN_RATE * log_gain). An optimizer with normalized updates
-changes the norm of a dense weight by all entries at once; the cores of a chain, at rates at which their product is
-stable, change it many times more slowly, and the model learns slowly with it.
+The weight is also scaled by exp(GAIN_RATE * log_gain), with one trainable `log_gain` per layer, 0 at first. Optimizers
+with normalized steps change the norm of a dense weight by all of its entries at once. The cores of a chain cannot do
+this at rates at which their product is stable, so a model whose first weights are too small would learn slowly.
 
 Blocks of neighboring cores are merged before the contraction. Merging does not depend on tokens: inside `merge_once`
 it is done once for several training passes, inside `keep_merged` once for all passes without gradients. Nothing is
