@@ -10,7 +10,7 @@ TT tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, t
 tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model without ids of
 movies; they show what the tables are worth.
 
-Every contender is tuned by coordinate descent over its settings, with at most 26 runs for dense and 22 for compressed
+Every contender is tuned by coordinate descent over its settings, with at most 25 runs for dense and 21 for compressed
 tables. All have the same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The
 order of ids is a setting of compressed tables alone; it has no effect on dense ones. Aim: AUC at 99
 times within 0.002 of dense. Runs are lines of benchmarks/results/dlrm-movielens.jsonl; no run is repeated.
