@@ -7,8 +7,8 @@
 The model predicts whether a user rates a movie 4 or higher (movielens.py). Its tables, for users, movies and sets of
 genres, have 391,168 parameters at width 64. Contenders have 10, 30 or 99 times fewer: narrower dense tables, TT tables,
 TT tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, the hashing trick, and quotient-remainder
-tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model without ids of
-movies; they show what the tables are worth.
+tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model, with its
+settings, without ids of movies; they show what the tables are worth.
 
 Every contender is tuned by coordinate descent over its settings, with at most 25 runs for dense and 21 for compressed
 tables. All have the same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The
@@ -67,7 +67,6 @@ CONTENDERS: dict[str, tuple[str, int, int]] = {
     "hashing, 10 times": ("hash", 10, 64),
     "quotient-remainder, 10 times": ("qr", 10, 64),
     "TT with gates, 30 times": ("tt-gates", 30, 64),
-    "dense, width 16": ("dense", 4, 16),
     "biases": ("biases", 64, 1),
     "no-item": ("no-item", 1, 64),
 }
@@ -77,7 +76,7 @@ CONTENDERS: dict[str, tuple[str, int, int]] = {
 def grid(name: str) -> dict[str, tuple[Any, ...]]:
     """Return the values of each setting that a contender tries, in the order in which they are tuned."""
     kind, _, dim = CONTENDERS[name]
-    if kind in ("dense", "no-item"):
+    if kind == "dense":
         return DENSE_GRID
     if kind == "biases":
         return DENSE_GRID | {"table_rate": (1.0, 3.0, 10.0, 30.0)}
@@ -94,6 +93,8 @@ def run_spec(name: str, settings: dict[str, Any], seed: int) -> Spec:
 
 def tuned(lines: Lines, name: str) -> tuple[dict[str, Any], Spec | None]:
     """Return the best settings of a contender so far, and the next run of its sweep, None at its end."""
+    if name == "no-item":
+        return tuned(lines, "dense")
     settings = {**START, "dim": CONTENDERS[name][2]}
     own = grid(name)
     for setting in (*own, *AGAIN):
