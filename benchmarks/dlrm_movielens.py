@@ -7,8 +7,8 @@
 The model predicts whether a user rates a movie 4 or higher (movielens.py). Its tables, for users, movies and sets of
 genres, have 391,168 parameters at width 64. Contenders have 10, 30 or 99 times fewer: narrower dense tables, TT tables,
 TT tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, the hashing trick, and quotient-remainder
-tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model, with its
-settings, without ids of movies; they show what the tables are worth.
+tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model without ids
+of movies; they show what the tables are worth.
 
 Every contender is tuned by coordinate descent over its settings, with at most 25 runs for dense and 21 for compressed
 tables. All have the same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The
@@ -72,6 +72,9 @@ CONTENDERS: dict[str, tuple[str, int, int]] = {
 }
 """Kind, factor by which the tables have fewer parameters, and the width at which its sweep starts."""
 
+BORROWED = {"no-item": "dense", "TT with gates, 30 times": "TT with gates, 10 times"}
+"""Contenders that are not tuned, each with the one whose settings it has."""
+
 
 def grid(name: str) -> dict[str, tuple[Any, ...]]:
     """Return the values of each setting that a contender tries, in the order in which they are tuned."""
@@ -93,8 +96,8 @@ def run_spec(name: str, settings: dict[str, Any], seed: int) -> Spec:
 
 def tuned(lines: Lines, name: str) -> tuple[dict[str, Any], Spec | None]:
     """Return the best settings of a contender so far, and the next run of its sweep, None at its end."""
-    if name == "no-item":
-        return tuned(lines, "dense")
+    if name in BORROWED:
+        return tuned(lines, BORROWED[name])
     settings = {**START, "dim": CONTENDERS[name][2]}
     own = grid(name)
     for setting in (*own, *AGAIN):
