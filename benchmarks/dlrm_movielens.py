@@ -7,13 +7,13 @@
 The model predicts whether a user rates a movie 4 or higher (movielens.py). Its tables, for users, movies and sets of
 genres, have 391,168 parameters at width 64. Contenders have 10, 30 or 99 times fewer: narrower dense tables, TT tables,
 TT tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, the hashing trick, and quotient-remainder
-tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model without ids
-of movies; they show what the tables are worth.
+tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model without ids of
+movies; they show what the tables are worth.
 
 Every contender is tuned by coordinate descent over its settings, with at most 25 runs for dense and 21 for compressed
 tables. All have the same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The
-order of ids is a setting of compressed tables alone; it has no effect on dense ones. Aim: AUC at 99
-times within 0.002 of dense. Runs are lines of benchmarks/results/dlrm-movielens.jsonl; no run is repeated.
+order of ids is a setting of compressed tables alone; it has no effect on dense ones. Aim: AUC at 99 times within 0.002
+of dense. Runs are lines of benchmarks/results/dlrm-movielens.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
