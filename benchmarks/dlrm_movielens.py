@@ -11,9 +11,10 @@ tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no
 movies; they show what the tables are worth.
 
 Every contender is tuned by coordinate descent over its settings. At the full width and at 99 times, this takes up to 25
-runs for dense and 21 for compressed tables; at 10 times, where rates are tuned once, up to 14 for each. All have the same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The
-order of ids is a setting of compressed tables alone; it has no effect on dense ones. Aim: AUC at 99 times within 0.002
-of dense. Runs are lines of benchmarks/results/dlrm-movielens.jsonl; no run is repeated.
+runs for dense and 21 for compressed tables; at 10 times, where rates are tuned once, up to 14 for each. All have the
+same regularizers: the squared norm of the rows in a batch, dropout of rows, early stopping. The order of ids is a
+setting of compressed tables alone; it has no effect on dense ones. Aim: AUC at 99 times within 0.002 of dense. Runs are
+lines of benchmarks/results/dlrm-movielens.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
