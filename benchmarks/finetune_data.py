@@ -1,4 +1,4 @@
-"""Load the texts of the fine-tuning benchmark: Banking77 and natural language inference, from the data folder.
+"""Load the texts of the fine-tuning benchmarks: Banking77, CLINC150 and natural language inference.
 
 The training set, the set for choosing the learning rate (`dev`) and the reported test sets share no text or premise.
 They are the same for every run: a hash of each text decides its set and whether a subset keeps it.
@@ -67,6 +67,19 @@ def banking77(examples: int) -> Data:
     return _data(train, dev, {"banking77": test}, examples)
 
 
+def clinc150(examples: int) -> Data:
+    """Return 150 intents of users of an assistant: the test is the published validation set, the dev set a tenth of the
+    training set.
+    """
+    with gzip.open(_path("intent/clinc150_train_val.json.gz"), "rt", encoding="utf-8") as file:
+        parts = json.load(file)
+    rows = {part: [Example(text, label) for text, label in parts[part]] for part in ("train", "val")}
+    tested = {row.draw for row in rows["val"]}
+    train = [row for row in rows["train"] if row.draw not in tested]
+    dev = [row for row in train if row.draw < 0.1]
+    return _data([row for row in train if row.draw >= 0.1], dev, {"clinc150": rows["val"]}, examples)
+
+
 def nli(examples: int) -> Data:
     """Return pairs with entailment, contradiction or neutral; tests are LingNLI's validation set and half of MNLI's."""
     tests = {name: _pairs(f"nli/{name}.jsonl.gz") for name in ("lingnli_valid", "mnli_dev_matched_part_a")}
@@ -76,7 +89,7 @@ def nli(examples: int) -> Data:
     return _data([row for row in rows if row.draw >= 0.05], dev, tests, examples)
 
 
-TASKS: dict[str, Callable[[int], Data]] = {"banking77": banking77, "nli": nli}
+TASKS: dict[str, Callable[[int], Data]] = {"banking77": banking77, "clinc150": clinc150, "nli": nli}
 
 
 def _data(train: list[Example], dev: list[Example], tests: dict[str, list[Example]], examples: int) -> Data:

@@ -38,6 +38,11 @@ def up_name(module: nn.Module) -> str:
     return next((name for name in _UP_PROJS if own_parameters(module).get(name) is not None), _UP_PROJS[0])
 
 
+def projections(experts: nn.Module) -> dict[str, str]:
+    """Return the names of the weights of both projections, by those of the lists in `TTExperts`."""
+    return {"up": up_name(experts), "down": DOWN_PROJ}
+
+
 def expert_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
     """Yield one projection of each expert as a linear layer without bias that shares its memory."""
     for weight in experts.get_parameter(name):

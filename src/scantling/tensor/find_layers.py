@@ -16,7 +16,7 @@ from scantling.conv1d import is_conv1d
 from scantling.errors import UserError, with_hint
 from scantling.numerics.torch_private import own_parameters
 from scantling.tensor.embedding import unsupported_reason
-from scantling.tensor.experts import DOWN_PROJ, is_fused_experts, up_name
+from scantling.tensor.experts import is_fused_experts, projections
 from scantling.tensor.modes import positive_ints
 
 Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
@@ -44,7 +44,7 @@ class Candidate:
     def weights(self) -> list[nn.Parameter]:
         """Weights that the cores replace."""
         if is_fused_experts(self.module):
-            return [self.module.get_parameter(name) for name in (up_name(self.module), DOWN_PROJ)]
+            return [self.module.get_parameter(name) for name in projections(self.module).values()]
         return [self.module.get_parameter("weight")]
 
 

@@ -15,12 +15,12 @@ from math import isfinite, sqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scantling.errors import UserError
 from scantling.numerics.torch_private import share_hooks
 from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag, TTMHead
-from scantling.tensor.experts import DOWN_PROJ, TTExperts, expert_linears, up_name
+from scantling.tensor.experts import TTExperts, expert_linears, is_fused_experts, projections
 from scantling.tensor.find_layers import (
     LINEAR_OPTIONS,
     TABLE_OPTIONS,
@@ -32,9 +32,14 @@ from scantling.tensor.find_layers import (
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.tensor.rank_adapter import find_adapter
+from scantling.tensor.whitened_svd import WhitenedWeight
 
 Init: TypeAlias = Literal["random", "svd"]
 Layer: TypeAlias = TTLinear | TTMEmbedding | TTExperts
+WhitenedWeights: TypeAlias = dict[str, list[WhitenedWeight]]
+"""Weights of a candidate with the Gram matrices of their inputs: for each projection of experts one per expert; for a
+linear layer under the empty name.
+"""
 LAYERS = (TTLinear, TTMEmbedding, TTExperts, TTMHead)
 
 
@@ -90,7 +95,7 @@ def build_layer(candidate: Candidate, options: Mapping[str, Any]) -> Layer:
                 _build_linear(linear.weight.shape, options[part], factory)
                 for linear in expert_linears(candidate.module, name)
             ]
-            for part, name in (("up", up_name(candidate.module)), ("down", DOWN_PROJ))
+            for part, name in projections(candidate.module).items()
         )
         return TTExperts(candidate.module, up, down)
     except UserError as error:
@@ -102,24 +107,28 @@ def _build_linear(shape: torch.Size, options: Mapping[str, Any], factory: Mappin
     return TTLinear(shape[1], shape[0], **options, bias=False, **factory)
 
 
-def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
+def fill_layer(candidate: Candidate, layer: Layer, init: Init, whitened: WhitenedWeights | None = None) -> Layer:
     """Give a layer from `build_layer` its values and the parts of the replaced module that it keeps.
 
     Args:
         candidate: modules whose weights determine the values.
         layer: on the meta device; it stays there if the weights are there.
         init: as in `scantling.tensorize`.
+        whitened: weights with the Gram matrices of their inputs, for `svd`; None for the closest cores.
 
     Raises:
         UserError: if a weight holds NaN or Inf, or is on the meta device with `svd`.
     """
     module = candidate.module
     if isinstance(layer, TTExperts):
-        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
+        for part, name in projections(module).items():
+            experts = getattr(layer, part)
             for i, linear in enumerate(expert_linears(module, name)):
-                parts[i] = _with_values(parts[i], linear, init, f"{candidate.name}.{name}[{i}]")
+                weight = None if whitened is None else whitened[part][i]
+                experts[i] = _with_values(experts[i], linear, init, f"{candidate.name}.{name}[{i}]", weight)
     elif isinstance(layer, TTLinear):
-        layer = _with_values(layer, as_linear(module), init, candidate.name)
+        weight = None if whitened is None else whitened[""][0]
+        layer = _with_values(layer, as_linear(module), init, candidate.name, weight)
         layer.bias = module.bias  # the same parameter
     else:
         layer = _with_values(layer, module, init, candidate.name)
@@ -127,6 +136,13 @@ def fill_layer(candidate: Candidate, layer: Layer, init: Init) -> Layer:
     origin = DenseOrigin(type(module), getattr(module, "padding_idx", None), getattr(module, "sparse", False))
     object.__setattr__(layer, "origin", origin)
     return layer.train(module.training)
+
+
+def dense_linears(module: nn.Module) -> dict[str, list[nn.Linear]]:
+    """Return the linear layers of a candidate without biases, by projection as in `WhitenedWeights`."""
+    if not is_fused_experts(module):
+        return {"": [as_linear(module)]}
+    return {part: [*expert_linears(module, name)] for part, name in projections(module).items()}
 
 
 def as_linear(module: nn.Module) -> nn.Linear:
@@ -139,27 +155,40 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return linear
 
 
-def _with_values(layer: Any, dense: Any, init: Init, name: str) -> Any:
-    """Return such a layer with values: random with the norm of the dense weight, or the closest cores."""
+def _with_values(layer: Any, dense: Any, init: Init, name: str, whitened: WhitenedWeight | None = None) -> Any:
+    """Return such a layer with values: random with the norm of the dense weight, or by SVD."""
     weight = dense.weight
-    if weight.device.type == "meta":
-        if init == "svd":
-            raise UserError(f"{name}: init='svd' needs the weight, which is on the meta device; load it first")
+    if weight.device.type == "meta" and init == "random":
         return layer.requires_grad_(weight.requires_grad)
-    norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
-    if not isfinite(norm):
-        raise UserError(f"{name}: its weight holds NaN or Inf")
+    norm = check_weight(weight, name)
     if init == "svd" and getattr(layer, "activation", None) is not None:
         raise UserError(
             f"{name}: init='svd' needs a linear layer, but this one has {layer.activation} between its cores; use "
             "init='random' or a format without an activation"
         )
-    if init == "svd" and norm > 0.0:
+    if init == "svd" and norm > 0.0 and whitened is not None:
+        cores = whitened.cores(layer.in_modes, layer.out_modes, layer.ranks)
+        layer.cores = nn.ParameterList(core.to(weight.dtype) for core in cores)
+    elif init == "svd" and norm > 0.0:
         layer = _from_svd(layer, dense)
     else:
         layer.to_empty(device=weight.device)
         _draw_cores(layer, norm)
     return layer.requires_grad_(weight.requires_grad)
+
+
+def check_weight(weight: Tensor, name: str) -> float:
+    """Return the norm of a weight.
+
+    Raises:
+        UserError: if it holds NaN or Inf, or is on the meta device.
+    """
+    if weight.is_meta:
+        raise UserError(f"{name}: init='svd' needs the weight, which is on the meta device; load it first")
+    norm = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
+    if not isfinite(norm):
+        raise UserError(f"{name}: its weight holds NaN or Inf")
+    return norm
 
 
 def _from_svd(layer: Any, dense: Any) -> Any:

@@ -10,12 +10,12 @@ from math import isfinite, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scantling.tensor.experts import DOWN_PROJ, TTExperts, expert_linears, up_name
-from scantling.tensor.find_layers import Candidate
+from scantling.tensor.experts import TTExperts
+from scantling.tensor.find_layers import Candidate, is_embedding
 from scantling.tensor.linear import TTLinear
-from scantling.tensor.replace import Init, Layer, as_linear
+from scantling.tensor.replace import Init, Layer, WhitenedWeights, dense_linears
 
 logger = logging.getLogger(__name__)
 
@@ -50,52 +50,92 @@ class LayerReport:
         tt_parameters: number of parameters in the TT layer, without the bias.
         weight_error: ‖W − W'‖ / ‖W‖ in Frobenius norm with `init="svd"`, which is also the relative error of the
             output for inputs with independent features; None with `init="random"`, where W' is unrelated to W.
+        output_error: ‖X W − X W'‖ / ‖X W‖ for the inputs X of a calibration; None without one, and for embeddings.
     """
 
     name: str
     dense_parameters: int
     tt_parameters: int
     weight_error: float | None
+    output_error: float | None = None
 
 
-def layer_report(candidate: Candidate, layer: Layer, init: Init) -> LayerReport:
-    """Compare a TT layer with the module that it will replace."""
+def layer_report(
+    candidate: Candidate, layer: Layer, init: Init, whitened: WhitenedWeights | None = None
+) -> LayerReport:
+    """Compare a TT layer with the module that it will replace.
+
+    Args:
+        candidate: modules to replace.
+        layer: the TT layer.
+        init: as in `scantling.tensorize`.
+        whitened: weights with the Gram matrices of their inputs; None without calibration.
+    """
     dense_size = sum(weight.numel() for weight in candidate.weights)
     size = layer.num_parameters()
     if isinstance(layer, TTLinear) and layer.bias is not None:
         size -= layer.out_features  # the bias is not replaced
-    return LayerReport(candidate.name, dense_size, size, _weight_error(candidate, layer) if init == "svd" else None)
+    return LayerReport(
+        candidate.name,
+        dense_size,
+        size,
+        _weight_error(candidate, layer) if init == "svd" else None,
+        None if whitened is None else _output_error(layer, whitened),
+    )
+
+
+def model_report(layers: Sequence[LayerReport], output_error: float) -> LayerReport:
+    """Return the entry of the whole model: the sizes of all replaced layers, and the error of the model's output."""
+    sizes = (sum(layer.dense_parameters for layer in layers), sum(layer.tt_parameters for layer in layers))
+    return LayerReport("", *sizes, None, output_error)
 
 
 @torch.no_grad()
 def _weight_error(candidate: Candidate, layer: Layer) -> float:
     """Return ‖W − W'‖ / ‖W‖; 0 if W is 0."""
     squared_error = squared_norm = 0.0
-    for tt_layer, dense in _layer_pairs(candidate.module, layer):
-        weight = dense.weight.detach().float()
-        squared_error += float((tt_layer.dense_weight().float() - weight).square().sum())
-        squared_norm += float(weight.square().sum())
+    is_table = is_embedding(candidate.module)
+    dense_layers = {"": [candidate.module]} if is_table else dense_linears(candidate.module)
+    for part, layers in _tt_layers(layer).items():
+        for tt_layer, dense in zip(layers, dense_layers[part], strict=True):
+            weight = dense.get_parameter("weight").detach().float()
+            squared_error += float((tt_layer.dense_weight().float() - weight).square().sum())
+            squared_norm += float(weight.square().sum())
     return sqrt(squared_error / squared_norm) if squared_norm else 0.0
 
 
-def _layer_pairs(module: nn.Module, layer: Layer) -> Iterator[tuple[Any, Any]]:
-    """Yield each TT layer with the dense layer of the same weight; for experts one pair per projection."""
-    if isinstance(layer, TTExperts):
-        for parts, name in ((layer.up, up_name(module)), (layer.down, DOWN_PROJ)):
-            yield from zip(parts, expert_linears(module, name), strict=True)
-    else:
-        yield layer, as_linear(module) if isinstance(layer, TTLinear) else module
+@torch.no_grad()
+def _output_error(layer: Layer, whitened: WhitenedWeights) -> float:
+    """Return ‖X W − X W'‖ / ‖X W‖; 0 if W is 0. Several experts count by the mean over their tokens."""
+    squared_error = squared_norm = 0.0
+    for part, layers in _tt_layers(layer).items():
+        for tt_layer, weight in zip(layers, whitened[part], strict=True):
+            squared_error += weight.squared_error(tt_layer.dense_weight())
+            squared_norm += weight.squared_norm()
+    return sqrt(squared_error / squared_norm) if squared_norm else 0.0
+
+
+def _tt_layers(layer: Layer) -> dict[str, list[Any]]:
+    """Return the layer itself, or the layers of experts by projection; see `WhitenedWeights`."""
+    return {"up": [*layer.up], "down": [*layer.down]} if isinstance(layer, TTExperts) else {"": [layer]}
 
 
 def log_errors(reports: Sequence[LayerReport]) -> None:
-    """Log the weight errors of TT-SVD: one summary line, a warning if one of them is large."""
-    errors = sorted((each.weight_error, each.name) for each in reports if each.weight_error is not None)
+    """Log the errors of `init="svd"`: one summary line, a warning if one of them is large.
+
+    They are the errors of the outputs if a calibration has measured them, otherwise those of the weights.
+    """
+    of_model = [each.output_error for each in reports if not each.name and each.output_error is not None]
+    kind = "output" if of_model else "weight"
+    found = ((getattr(each, f"{kind}_error"), each.name) for each in reports if each.name)
+    errors = sorted((error, name) for error, name in found if error is not None)
     if not errors:
         return
     for error, name in errors:
-        logger.debug("tensorize: %s: relative weight error %.2g", name, error)
+        logger.debug("tensorize: %s: relative %s error %.2g", name, kind, error)
     (smallest, _), (median, _), (largest, worst) = errors[0], errors[len(errors) // 2], errors[-1]
-    text = "tensorize: init='svd' changes %d weights by %.1f to %.1f %% of their norm, half of them by %.1f %% or more"
+    text = f"tensorize: init='svd' changes %d {kind}s by %.1f to %.1f %% of their norm, half of them by %.1f %% or more"
+    text += "".join(f", and the output of the model by {100 * error:.1f} %%" for error in of_model)
     values = (len(errors), 100 * smallest, 100 * largest, 100 * median)
     if largest < LARGE_ERROR:
         logger.info(text, *values)
