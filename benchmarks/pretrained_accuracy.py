@@ -333,7 +333,7 @@ class Run:
             "eval_loss": dev["loss"],
             "accuracy": test["accuracy"],
             "right": test["right"],
-            "loss": last,
+            "train_loss": last,
             "steps": self.steps,
             "trained_parameters": sum(param.numel() for param in self.params),
             **sizes(self.model),
