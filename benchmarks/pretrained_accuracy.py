@@ -8,11 +8,11 @@
     python benchmarks/pretrained_accuracy.py report              the tables, from the raw lines alone
 
 The encoder with a linear head on the mean of its token vectors is fine-tuned on Banking77 or CLINC150
-(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers (plain SVD, or whitened by 256 training texts)
-to 1.5, 2 or 4 times fewer parameters, and the model is trained again for as many epochs, on the labels or on the
-outputs of the dense model. Rivals: the dense model, also trained twice as long, and LoRA. The word embeddings and the
-head stay dense; of the embeddings only the rows of tokens that occur in the texts are kept, since no other row is ever
-read.
+(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers to 1.5, 2 or 4 times fewer parameters: by a
+plain SVD, each layer to the same fraction, or whitened by 256 training texts, with ranks that it chooses. The model is
+trained again for as many epochs, on the labels or on the outputs of the dense model. Rivals: the dense model, also
+trained twice as long, and LoRA. The word embeddings and the head stay dense; of the embeddings only the rows of tokens
+that occur in the texts are kept, since no other row is ever read.
 
 The learning rate of each contender is the best of at least three on a dev set, with seed 0; it has a worse neighbor on
 both sides. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. On a GPU a training step is one CUDA
@@ -209,15 +209,25 @@ def add_lora(model: Classifier) -> None:
 def compress(model: Classifier, method: str, reduction: float, texts: Tensor) -> list[LayerReport]:
     """Decompose the linear layers of the encoder; return the report of `sc.tensorize`."""
     report: list[LayerReport] = []
+    layers = {name: layer for name, layer in model.encoder.encoder.named_modules() if type(layer) is nn.Linear}
+    if method == "svd":  # each layer to the same fraction
+        ranks = {f"encoder.encoder.{name}": equal_rank(layer, reduction) for name, layer in layers.items()}
+        sc.tensorize(model, ranks, format="low-rank", init="svd", report=report)
+        return report
     sc.tensorize(
         model,
         size_target=1.0 / reduction,
         init="svd",
-        calibration=[trim(part) for part in texts.split(32)] if method == "whitened" else None,
+        calibration=[trim(part) for part in texts.split(32)],
         filter_fn=lambda name, _: name.startswith("encoder."),
         report=report,
     )
     return report
+
+
+def equal_rank(layer: nn.Linear, reduction: float) -> int:
+    """Return the rank at which a layer has `reduction` times fewer parameters."""
+    return int(layer.weight.numel() / reduction / (layer.in_features + layer.out_features))
 
 
 def trim(ids: Tensor) -> Tensor:
