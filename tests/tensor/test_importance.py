@@ -117,6 +117,61 @@ def test_importance_handles_missing_and_nonfinite_gradients() -> None:
     assert found.tolist() == [1.0, 4.0, 0.5, 0.0, 0.0]
 
 
+def test_importance_keeps_first_recorded_gradient_of_a_step() -> None:
+    gate = nn.Parameter(torch.ones(2))
+    importance = Importance(0.5)
+    importance.set_gates([gate])
+    importance.record_gradient(gate)  # without a gradient
+    importance.record_gradient(nn.Parameter(torch.ones(3)))  # another parameter
+    assert importance.pending_values() == {}
+    gate.grad = torch.tensor([1.0, 2.0])
+    importance.record_gradient(gate)
+    gate.grad.zero_()  # as optimizers may, after their step
+    importance.record_gradient(gate)
+    importance.exclude(gate)
+    assert importance.pending_values() == {"0": [1.0, 2.0]}
+    importance.update()
+    assert importance.values() == [0.5, 2.0]
+    assert importance.pending_values() == {}
+    gate.grad.fill_(3.0)
+    importance.exclude(gate)  # not stepped: its gradient counts as 0
+    importance.update()
+    assert importance.values() == [0.5, 2.0]
+
+
+def test_importance_drops_pending_gradients_when_loading() -> None:
+    gate = nn.Parameter(torch.ones(2))
+    importance = Importance(0.5)
+    importance.set_gates([gate])
+    gate.grad = torch.tensor([1.0, 2.0])
+    importance.record_gradient(gate)
+    importance.load_values([4.0, 6.0])
+    gate.grad = None
+    importance.update()
+    assert importance.values() == [4.0, 6.0]
+
+
+def test_contributions_decide_between_ranks_of_equal_importance() -> None:
+    model = two_ways(share=0.0)
+    adapter = RankAdapter(model, size_target=0.5, steps=30)
+    schedule = adapter._schedule
+    contributions = torch.cat(list(adapter._budget.contributions()))
+    rank_gates = adapter._budget.rank_gates
+    for gate in rank_gates:
+        gate.grad = torch.zeros_like(gate)
+    assert schedule.importance is not None
+    schedule.importance.update()
+    torch.testing.assert_close(schedule._rank_scores(), contributions)
+    for gate in model.needed.rank_gates or ():
+        gate.grad = torch.ones_like(gate)
+    schedule.importance.update()
+    scores = schedule._rank_scores()
+    assert scores is not None
+    needed = sum(model.needed.ranks[1:-1])
+    assert torch.equal(scores[needed:].argsort(), contributions[needed:].argsort())
+    assert scores[:needed].min() > scores[needed:].max()
+
+
 def test_importance_is_sliced_and_restored_from_values() -> None:
     rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)

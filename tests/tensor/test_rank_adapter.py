@@ -25,6 +25,7 @@ from scantling.tensor.rank_adapter import RankAdapter
 from scantling.tensor.rank_selection import select_nearest
 from scantling.tensor.sizes import SizePolynomial, parameter_terms
 from scantling.tensor.slicing import slice_parameter
+from tests import processes
 
 
 class Net(nn.Module):
@@ -174,6 +175,34 @@ def test_select_nearest_comes_close_to_size(seed: int, share: float, shut: bool)
     kept = torch.bincount(bond_of[found], minlength=7)
     assert (kept >= 1).all()
     assert size(kept.double()).item() == pytest.approx(wanted, rel=0.05)
+    # Within a bond, the ranks of most value stay, or are activated.
+    for bond in range(7):
+        own = bond_of == bond
+        chosen, left_out = value[own & found & (active == shut)], value[own & ~found & (active == shut)]
+        if len(chosen) and len(left_out):
+            assert chosen.min() > left_out.max()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_select_nearest_prunes_ranks_of_least_value(share: float) -> None:
+    """Within the tolerance, no rank is exchanged for one of another bond."""
+    generator = torch.Generator().manual_seed(0)
+    bond_of = torch.arange(4).repeat_interleave(10)
+    size = SizePolynomial.from_terms(parameter_terms([5, 7, 4, 6, 8], 0), 4)
+    value = torch.rand(40, generator=generator, dtype=torch.float64)
+    is_best = torch.zeros(40, dtype=torch.bool)
+    for bond in range(4):
+        is_best[value.masked_fill(bond_of != bond, -1.0).argmax()] = True
+    wanted = share * size(torch.full((4,), 10.0)).item()
+    kept = select_nearest(size, torch.ones(40, dtype=torch.bool), bond_of, value, wanted, 1.0)
+    order = value.masked_fill(is_best, torch.inf).argsort()
+    count = int((~kept).sum())
+    assert not kept[order[:count]].any()
+
+    def error(count: int) -> float:
+        return abs(size(torch.bincount(bond_of[order[count:]], minlength=4).double()).item() - wanted)
+
+    assert error(count) == min(error(count - 1), error(count), error(count + 1))
 
 
 @pytest.mark.parametrize("unit", ["flops", "bytes"])
@@ -301,11 +330,156 @@ def test_paper_schedule_holds_target_at_end(late: bool) -> None:
         torch.testing.assert_close(kept.loss(loss), loss + beta * norm)
 
 
+def gates_of(adapter: RankAdapter) -> list[nn.Parameter]:
+    return [gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()]
+
+
 def set_gates(adapter: RankAdapter, value: float, active: int | None = None) -> None:
     """Set the first `active` gates of every bond to a value, all by default, and prune the others."""
     with torch.no_grad():
-        for gate in (gate for layer in adapter.layers.values() for gate in layer.rank_gates or ()):
+        for gate in gates_of(adapter):
             gate.fill_(-1.0)[:active] = value
+
+
+@pytest.mark.parametrize(("early_steps", "loss"), [(9, 2.0), (0, 2.0), (0, 3.0)])
+def test_paper_schedule_objective_follows_formula(early_steps: int, loss: float) -> None:
+    """At a loss of 2 the size decides in the late stage, at 3 the loss."""
+    adapter = RankAdapter(
+        net(),
+        size_target=0.5,
+        schedule="paper",
+        steps=9,
+        early_steps=early_steps,
+        gamma=0.3,
+        beta=1e-3,
+        rho=0.2,
+        loss_weight=0.7,
+        size_weight=1.3,
+        loss_target=1.5,
+    )
+    set_gates(adapter, 0.6)
+    relaxed = adapter._budget.relaxed_size().item() / adapter.size()
+    norm = sum(core.square().sum().item() for layer in adapter.layers.values() for core in layer.cores)
+    if early_steps:
+        expected = loss + 0.3 * relaxed
+    elif 0.7 * (loss - 1.5) >= 1.3 * (1.0 - 0.5):
+        expected = 0.7 * (loss - 1.5) + 0.2 * (loss + relaxed)
+    else:
+        expected = 1.3 * (relaxed - 0.5) + 0.2 * (loss + relaxed)
+    share = 0.25
+    total = adapter.loss(torch.tensor(share * loss, requires_grad=True), share=share)
+    assert total.item() == pytest.approx(share * (expected + 1e-3 * norm))
+
+
+def test_importance_schedule_adds_norm_by_share() -> None:
+    adapter = RankAdapter(net(), size_target=0.5, steps=9, beta=1e-3)
+    norm = sum(core.square().sum().item() for layer in adapter.layers.values() for core in layer.cores)
+    assert adapter.adds_to_loss
+    total = adapter.loss(torch.tensor(0.5, requires_grad=True), share=0.25)
+    assert total.item() == pytest.approx(0.5 + 0.25 * 1e-3 * norm)
+
+
+def take_steps(adapter: RankAdapter, *losses: float) -> None:
+    """Take a step of SGD for each loss, which does not depend on the model."""
+    optimizer = torch.optim.SGD([*adapter._budget.cores(), *gates_of(adapter)], lr=1e-4)
+    for loss in losses:
+        adapter.loss(torch.tensor(loss, requires_grad=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_paper_schedule_takes_recent_mean_loss_as_reference() -> None:
+    options: dict[str, Any] = {"size_target": 0.5, "schedule": "paper", "steps": 9, "early_steps": 2, "memory": 0.5}
+    adapter = RankAdapter(net(), **options)
+    take_steps(adapter, 2.0)
+    assert not adapter._schedule.late
+    take_steps(adapter, 4.0)
+    assert adapter._schedule.late
+    mean = (0.25 * 2.0 + 0.5 * 4.0) / 0.75
+    assert adapter._schedule.reference.item() == pytest.approx(mean)
+    take_steps(adapter, 9.0)
+    assert adapter._schedule.reference.item() == pytest.approx(mean)
+    mean = (2.5 / 2 + 0.5 * 9.0) / 0.875
+    assert (adapter._schedule.mean_loss / adapter._schedule.weight).item() == pytest.approx(mean)
+
+
+def _check_same_reference() -> None:
+    adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=9, early_steps=1)
+    take_steps(adapter, 1.0 + 2.0 * torch.distributed.get_rank())
+    assert adapter._schedule.reference.item() == pytest.approx(2.0)
+
+
+@pytest.mark.dist
+def test_paper_schedule_averages_loss_over_replicas() -> None:
+    processes.run(2, _check_same_reference)
+
+
+def test_paper_schedule_without_hold_does_not_force_target() -> None:
+    adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=2, interval=1, gamma=1.0, hold=False)
+    initial = adapter.size()
+    take_steps(adapter, 2.0, 2.0, 2.0)
+    assert adapter.state_dict()["values"]["active"] is None
+    adapter.finish()
+    assert adapter.size() == initial
+
+
+def test_target_is_held_from_last_step_of_schedule() -> None:
+    """The last step is not a multiple of the interval."""
+    adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=7, interval=5)
+    take_steps(adapter, *[2.0] * 6)
+    assert adapter.state_dict()["values"]["active"] is None
+    take_steps(adapter, 2.0)
+    assert adapter.state_dict()["values"]["active"] is not None
+    assert adapter.size() == pytest.approx(adapter.target, rel=0.02)
+
+
+def test_fit_to_sets_only_gates_of_changed_ranks() -> None:
+    adapter = RankAdapter(net(), size_target=0.5)
+    rank_gates, initial = gates_of(adapter), adapter.size()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for gate in rank_gates:
+            gate.uniform_(0.1, 1.5, generator=generator)[::3] = -0.5
+    for share in (0.3, 0.9):
+        before = [gate.detach().clone() for gate in rank_gates]
+        adapter._budget.fit_to(share * initial)
+        assert adapter.size() == pytest.approx(share * initial, rel=0.02)
+        for gate, old in zip(rank_gates, before, strict=True):
+            was_active, is_active = old > 0.01, gate > 0.01
+            changed = torch.where(is_active, 0.05, -0.05)
+            torch.testing.assert_close(gate.detach(), torch.where(was_active == is_active, old, changed))
+
+
+def test_fit_to_activates_largest_gate_of_pruned_bond() -> None:
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5)
+    assert model.first.rank_gates is not None
+    gate = model.first.rank_gates[0]
+    with torch.no_grad():
+        gate.copy_(-torch.arange(1.0, len(gate) + 1.0))[2] = -0.5
+    adapter._budget.fit_to(adapter._budget.min_size())
+    assert (gate > 0.01).nonzero().tolist() == [[2]]
+
+
+def test_active_size_equals_size() -> None:
+    """A layer with a pruned bond costs nothing."""
+    model = net()
+    adapter = RankAdapter(model, size_target=0.5)
+    with torch.no_grad():
+        for gate in gates_of(adapter):
+            gate.uniform_(-1.0, 1.0, generator=torch.Generator().manual_seed(len(gate)))
+    size = adapter.size()
+    assert adapter._budget.active_size().item() == size == adapter.num_parameters()
+    without = size - sum(
+        elements * left * right
+        for elements, left, right in zip(
+            model.first.sizes, adapter.ranks()["first"], adapter.ranks()["first"][1:], strict=False
+        )
+    )
+    with torch.no_grad():
+        assert model.first.rank_gates is not None
+        model.first.rank_gates[1].fill_(-1.0)
+    assert adapter._budget.active_size().item() == adapter.size() == adapter.num_parameters() == without < size
 
 
 @pytest.mark.parametrize(
@@ -638,6 +812,28 @@ def test_contribution_is_share_of_squared_norm() -> None:
                 gate.zero_()[rank] = kept[rank]
                 torch.testing.assert_close(layer.dense_weight().square().sum() / total, share, rtol=1e-4, atol=1e-7)
             gate.copy_(kept)
+
+
+def test_contribution_counts_pruned_rank_as_if_at_threshold() -> None:
+    torch.manual_seed(0)
+    layer = sc.TTLinear(24, 20, 5, num_modes=2)
+    adapter = RankAdapter(nn.Sequential(layer))
+    assert layer.rank_gates is not None
+    gate = layer.rank_gates[0]
+    with torch.no_grad():
+        gate[1] = -0.5
+        total = layer.dense_weight().square().sum()
+        share = next(iter(adapter._budget.contributions()))[1]
+        gate.zero_()[1] = 1.0
+        torch.testing.assert_close(share, 0.01**2 * layer.dense_weight().square().sum() / total)
+
+
+def test_contributions_to_weight_of_zeros_are_zero() -> None:
+    layer = sc.TTLinear(24, 20, 5)
+    adapter = RankAdapter(nn.Sequential(layer))
+    with torch.no_grad():
+        layer.cores[0].zero_()
+    assert not torch.cat(list(adapter._budget.contributions())).any()
 
 
 def test_micro_batches_count_as_one_step() -> None:

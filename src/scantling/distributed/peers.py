@@ -28,8 +28,8 @@ _LEFT = "scantling/left/"
 ARRIVED = "scantling/arrived/"
 """Store keys that count the arrivals of each rank in `wait_for_ranks`."""
 STORE_TIMEOUT_S = 30.0
-"""Seconds that a failed process tries to reach the others before there is a process group."""
-_FIRST_REPORT_S = 3.0
+"""Seconds that a failed process tries to reach the others, or waits for those that still need its store."""
+_FIRST_REPORT_S = 10.0
 """Seconds that a process waits for the first one of its machine to report an input error that both may have."""
 
 # ids of recorded errors, the open store, nesting depth and number of `report_errors_to_peers`
@@ -210,15 +210,25 @@ def _report_error(error: BaseException, report: Callable[[BaseException], None])
         # all processes of a machine usually hit the same input error: let the first one print it
         if not is_reported and _is_input(error):
             is_reported = _wait_for(lambda: bool(find_failed_ranks(store, [rank - local])), _FIRST_REPORT_S)
-        if has_no_group:
-            store.set(f"{_LEFT}{rank}", "1")
-            if rank == 0 and not _is_store_of_torchrun():
-                names = [f"{_LEFT}{other}" for other in range(world_size)]
-                _wait_for(lambda: store.check(names), STORE_TIMEOUT_S)  # this process hosts the store
+        store.set(f"{_LEFT}{rank}", "1")
+        if rank == 0 and not _is_store_of_torchrun():
+            # this process hosts the store, in which the others look for this error and for those of their machine
+            names = [f"{_LEFT}{other}" for other in range(world_size)]
+            _wait_for(lambda: store.check(names), _patience_s(error, has_no_group))
     except (ValueError, RuntimeError, OSError):
         is_reported = is_reported or (rank == local and _is_input(error))  # rank 0 hosted the store and has ended
     if not is_reported:
         report(error)
+
+
+def _patience_s(error: BaseException, has_no_group: bool) -> float:
+    """Return the seconds that rank 0 waits at the end for processes that may still need its store."""
+    # others may be in a collective that only ends when this process does
+    if isinstance(error, SilentPeerError) or isinstance(error.__cause__, SilentPeerError):
+        return 0.0
+    is_relayed = isinstance(error, ScantlingError) and error.relayed
+    # an input error is rare in training steps, where others would be in a collective
+    return STORE_TIMEOUT_S if has_no_group or is_relayed or _is_input(error) else _FIRST_REPORT_S
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import scantling as sc
 from scantling.errors import RunError, UserError
+from scantling.trainer.data import prepare
+from scantling.trainer.recipe.schema import DataSection
 from scantling.trainer.training import run as training
 from tests import processes
 from tests.runs import on_machines, tiny_recipe, write_recipe
@@ -57,6 +59,10 @@ def no_data_on_the_second(folders: list[Path]) -> str:
     return "corpus.txt"
 
 
+def no_data_on_the_first(folders: list[Path]) -> str:
+    return no_data_on_the_second(folders[::-1])
+
+
 def other_data_on_the_second(folders: list[Path]) -> str:
     for folder in folders:
         write(folder)
@@ -74,19 +80,42 @@ Case = Callable[[list[Path]], str]
         no_recipe_on_the_second,
         invalid_recipe_on_the_first,
         different_recipes,
+        no_data_on_the_first,
         no_data_on_the_second,
         other_data_on_the_second,
     ],
 )
 def test_error_on_one_machine_is_reported_on_both(tmp_path: Path, case: Case) -> None:
+    check_error_on_one_machine(tmp_path, case)
+
+
+def _slow_last_rank() -> None:
+    if os.environ["RANK"] == "3":
+        find_source = prepare.training_source
+
+        def find_later(section: DataSection) -> Any:
+            time.sleep(3.0)
+            return find_source(section)
+
+        prepare.training_source = find_later
+
+
+@pytest.mark.parametrize("case", [no_data_on_the_first, no_data_on_the_second])
+def test_error_is_reported_once_if_a_rank_is_slow(tmp_path: Path, case: Case) -> None:
+    """The slow rank still needs the store of rank 0, which learned of the error seconds before."""
+    check_error_on_one_machine(tmp_path, case, _slow_last_rank)
+
+
+def check_error_on_one_machine(tmp_path: Path, case: Case, before: Callable[[], None] | None = None) -> None:
     folders = machines(tmp_path)
     message = case(folders)
-    ended = on_machines(folders, "train", "recipe.yaml", processes=2, timeout=FAST_S)
+    ended = on_machines(folders, "train", "recipe.yaml", processes=2, before=before, timeout=FAST_S)
     assert [each.code for each in ended] == [2] * 4, explain(ended)
     for first in (ended[0], ended[2]):
         assert first.err.count("scantling: error") == 1, explain(ended)
         assert message in first.err, explain(ended)
-    away, ranks = (ended[2], "[01]") if case is invalid_recipe_on_the_first else (ended[0], "[23]")
+    is_first = case in (invalid_recipe_on_the_first, no_data_on_the_first)
+    away, ranks = (ended[2], "[01]") if is_first else (ended[0], "[23]")
     assert re.search(rf"rank {ranks} on {HOST}", away.err), explain(ended)
     assert not ended[1].err + ended[3].err, explain(ended)
 
