@@ -54,11 +54,13 @@ def parts(out: Path) -> list[Part]:
         Part(
             "tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
         ),
-        *(steps(batch) for batch in (32, 128, 1)),
+        steps(32),
+        steps(128),
+        Part("low-precision", 120, (*precision, "--out", str(out / "gpu-low-precision.json"))),
+        steps(1),
         Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
         alone("optim-step-350m", 90, "--size", "350m"),
         Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
-        Part("low-precision", 120, (*precision, "--out", str(out / "gpu-low-precision.json"))),
         alone("optim-tokens-350m", 120, "--size", "350m", "--end-to-end", "--rounds", "20"),
         alone("optim-step-1.3b", 100, "--size", "1.3b", "--rounds", "30"),
         Part(
