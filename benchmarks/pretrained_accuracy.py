@@ -8,11 +8,11 @@
     python benchmarks/pretrained_accuracy.py report              the tables, from the raw lines alone
 
 The encoder with a linear head on the mean of its token vectors is fine-tuned on Banking77 or CLINC150
-(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers (plain SVD, or whitened by 256 training texts)
-to 1.5, 2 or 4 times fewer parameters, and the model is trained again for as many epochs, on the labels or on the
-outputs of the dense model. Rivals: the dense model, also trained twice as long, and LoRA. The word embeddings and the
-head stay dense; of the embeddings only the rows of tokens that occur in the texts are kept, since no other row is ever
-read.
+(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers to 1.5, 2 or 4 times fewer parameters: by a
+plain SVD, each layer to the same fraction, or whitened by 256 training texts, with ranks that it chooses. The model is
+trained again for as many epochs, on the labels or on the outputs of the dense model. Rivals: the dense model, also
+trained twice as long, and LoRA. The word embeddings and the head stay dense; of the embeddings only the rows of tokens
+that occur in the texts are kept, since no other row is ever read.
 
 The learning rate of each contender is the best of at least three on a dev set, with seed 0; it has a worse neighbor on
 both sides. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. On a GPU a training step is one CUDA
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import math
 import os
@@ -167,7 +168,9 @@ class Classifier(nn.Module):
 
         super().__init__()
         saved = torch.load(FOLDER / "minilm.pt", weights_only=True)
-        self.encoder = BertModel(BertConfig.from_dict(saved["config"]), add_pooling_layer=False)
+        # Fused attention may draw its dropout twice, which graphs on other streams would change in between.
+        config = BertConfig.from_dict(saved["config"], attn_implementation="eager")
+        self.encoder = BertModel(config, add_pooling_layer=False)
         self.encoder.load_state_dict({name: tensor.float() for name, tensor in saved["state"].items()})
         self.head = nn.Linear(self.encoder.config.hidden_size, num_labels)
 
@@ -178,7 +181,8 @@ class Classifier(nn.Module):
         """Return logits, (texts, labels), and the hidden states after each layer, (texts, length, hidden)."""
         is_token = ids != 0
         # A 4-D mask is used as given; for a 2-D one, transformers reads values on the host.
-        mask = is_token[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+        mask = torch.zeros(ids.shape, device=ids.device).masked_fill(~is_token, -1e9)
+        mask = mask[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
         found = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=with_hidden)
         weights = is_token.unsqueeze(-1).to(found.last_hidden_state.dtype)
         mean = (found.last_hidden_state * weights).sum(1) / weights.sum(1)
@@ -209,15 +213,25 @@ def add_lora(model: Classifier) -> None:
 def compress(model: Classifier, method: str, reduction: float, texts: Tensor) -> list[LayerReport]:
     """Decompose the linear layers of the encoder; return the report of `sc.tensorize`."""
     report: list[LayerReport] = []
+    layers = {name: layer for name, layer in model.encoder.encoder.named_modules() if type(layer) is nn.Linear}
+    if method == "svd":  # each layer to the same fraction
+        ranks = {f"encoder.encoder.{name}": equal_rank(layer, reduction) for name, layer in layers.items()}
+        sc.tensorize(model, ranks, format="low-rank", init="svd", report=report)
+        return report
     sc.tensorize(
         model,
         size_target=1.0 / reduction,
         init="svd",
-        calibration=[trim(part) for part in texts.split(32)] if method == "whitened" else None,
+        calibration=[trim(part) for part in texts[(texts != 0).sum(1).argsort()].split(32)],  # little padding
         filter_fn=lambda name, _: name.startswith("encoder."),
         report=report,
     )
     return report
+
+
+def equal_rank(layer: nn.Linear, reduction: float) -> int:
+    """Return the rank at which a layer has `reduction` times fewer parameters."""
+    return int(layer.weight.numel() / reduction / (layer.in_features + layer.out_features))
 
 
 def trim(ids: Tensor) -> Tensor:
@@ -333,7 +347,7 @@ class Run:
             "eval_loss": dev["loss"],
             "accuracy": test["accuracy"],
             "right": test["right"],
-            "loss": last,
+            "train_loss": last,
             "steps": self.steps,
             "trained_parameters": sum(param.numel() for param in self.params),
             **sizes(self.model),
@@ -518,14 +532,17 @@ def run_specs(specs: Any, device: str, seconds: float, path: Path = PATH, at_onc
     running: list[tuple[Spec, Run, Line, float]] = []
     failed: set[str] = set()
     path.parent.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # each capture collects garbage, which takes long with all modules imported
     while True:
         lines = ledger.lines()
         busy = failed | {spec_key(spec) for spec, *_ in running}
         ready = specs(lines) if callable(specs) else [spec for spec in specs if spec_key(spec) not in lines]
         waiting = [spec for spec in ready if spec_key(spec) not in busy]
         if device == "cuda":
-            for spec in waiting[: 2 * at_once]:
-                models.prefetch(spec)
+            # Start runs whose decomposition has ended, so that the GPU does not wait for others.
+            ahead = [(spec, models.prefetch(spec)) for spec in waiting[: 3 * at_once]]
+            ended = [spec for spec, compressed in ahead if compressed is None or compressed.done()]
+            waiting = ended if ended or running else waiting[:1]
         for spec in waiting[: at_once - len(running)]:
             if time.monotonic() > end:
                 break

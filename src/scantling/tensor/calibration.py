@@ -3,12 +3,17 @@
 The Gram matrix of a layer is G = X^T X / tokens, (in, in), for the inputs X of all tokens. It is all that the error of
 the layer's output depends on: ‖X (W − W')‖² / tokens = tr((W − W')^T G (W − W')).
 
+The effect of a layer's error on the output z of the whole model is estimated from gradients: for independent normal u,
+E (u^T dz/dy e)² = ‖dz/dy e‖², and for an error e of the layer's output y without a preferred direction it is
+‖e‖² ‖u^T dz/dy‖² / out.
+
 Cost: one forward pass per batch, one product of (in, tokens) and (tokens, in) for each distinct input, and one matrix
-in fp32 for each layer.
+in fp32 for each layer; for the effects also one backward pass per batch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,27 +39,34 @@ class Calibration:
     Attributes:
         grams: Gram matrices by layer; for each projection (`""` in a linear layer) one per expert, or None if no token
             reached it.
+        effects: by layer, the squared relative error of the model's output per squared relative error of the layer's
+            output; empty unless asked for.
         batch: first batch, on the device of the model.
         output: output of the dense model for the first batch.
     """
 
     grams: dict[nn.Module, dict[str, list[Tensor | None]]]
+    effects: dict[nn.Module, float]
     batch: Any
     output: Tensor
 
     def output_error(self, model: nn.Module) -> float:
         """Return the relative error of a converted model's output for the first batch."""
-        difference = _run(model, self.batch) - self.output
+        with torch.no_grad():
+            difference = _run(model, self.batch) - self.output
         return float(difference.norm() / self.output.norm().clamp(min=torch.finfo(self.output.dtype).tiny))
 
 
-def calibrate(model: nn.Module, candidates: Sequence[Candidate], batches: Iterable[Any]) -> Calibration:
+def calibrate(
+    model: nn.Module, candidates: Sequence[Candidate], batches: Iterable[Any], *, with_effects: bool = False
+) -> Calibration:
     """Run a model over calibration batches and return the Gram matrices of the inputs of its layers.
 
     Args:
-        model: dense model; it runs in evaluation mode, without gradients.
+        model: dense model; it runs in evaluation mode.
         candidates: linear layers and experts whose inputs are recorded.
         batches: mappings of keyword arguments, sequences of arguments, or tensors.
+        with_effects: True to measure the effects of layers on the output of the model, by a backward pass per batch.
 
     Raises:
         UserError: if there are no batches, they reach none of the layers, or inputs hold NaN or Inf.
@@ -69,12 +81,15 @@ def calibrate(model: nn.Module, candidates: Sequence[Candidate], batches: Iterab
     first: tuple[Any, Tensor] | None = None
     try:
         for module, layers in parts.items():
-            recorder.watch(module, layers)
+            recorder.watch(module, layers, with_effects=with_effects)
         for batch in batches:
             moved = _to_device(batch, model)
             recorder.mask = _mask(moved, model)
-            output = _run(model, moved)
-            first = first or (moved, output)
+            with torch.set_grad_enabled(with_effects):
+                output = _run(model, moved)
+            if with_effects:
+                recorder.add_effects(output)
+            first = first or (moved, output.detach())
     finally:
         recorder.remove()
     if first is None:
@@ -84,7 +99,7 @@ def calibrate(model: nn.Module, candidates: Sequence[Candidate], batches: Iterab
         for module, by_part in parts.items()
     }
     _check(candidates, grams)
-    return Calibration(grams, *first)
+    return Calibration(grams, recorder.effects(), *first)
 
 
 def _check(candidates: Sequence[Candidate], grams: Mapping[nn.Module, Mapping[str, Sequence[Tensor | None]]]) -> None:
@@ -117,9 +132,24 @@ class _Recorder:
         self._tokens: dict[nn.Module, int] = {}
         self._last: tuple[Tensor, int, Tensor, int] | None = None
         self._handles: list[Any] = []
+        self._outputs: list[tuple[nn.Module, Tensor]] = []  # of the current batch
+        self._powers: dict[nn.Module, list[Tensor]] = defaultdict(list)  # mean of ‖y‖² over tokens, by call
+        self._squared_gradients: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        self._passes = 0  # backward passes
+        self._generator = torch.Generator().manual_seed(0)  # does not change the user's random numbers
 
-    def watch(self, module: nn.Module, layers: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Record the inputs of a linear layer, or those of the projections of all experts of a module."""
+    def watch(
+        self, module: nn.Module, layers: Mapping[str, Sequence[nn.Module]], *, with_effects: bool = False
+    ) -> None:
+        """Record the inputs of a linear layer, or those of the projections of all experts of a module.
+
+        Args:
+            module: the linear layer or the experts.
+            layers: linear layers of the module, by projection.
+            with_effects: True to record the outputs of the module for `add_effects`.
+        """
+        if with_effects:
+            self._handles.append(module.register_forward_hook(self._record_output))
         if "" in layers:
             self._handles.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
             return
@@ -128,10 +158,33 @@ class _Recorder:
         for layer in (*layers["up"], *layers["down"]):
             self._handles.append(layer.register_forward_pre_hook(self._record, with_kwargs=True))
 
+        @torch.no_grad()
         def repeat(_: nn.Module, args: tuple[Any, ...]) -> None:
             copy(*args)
 
         self._handles.append(module.register_forward_pre_hook(repeat))
+
+    def add_effects(self, output: Tensor) -> None:
+        """Run the backward pass of a random direction of the model's output."""
+        direction = torch.randn(output.shape, generator=self._generator).to(output)
+        outputs = [y for _, y in self._outputs]
+        gradients = torch.autograd.grad((output * direction).sum() / output.detach().norm(), outputs, allow_unused=True)
+        for (module, y), gradient in zip(self._outputs, gradients, strict=True):
+            if gradient is not None:
+                bias = getattr(module, "bias", None)
+                linear = y.detach().float() if bias is None else (y - bias).detach().float()
+                self._powers[module].append(linear.square().sum(-1).mean())
+                self._squared_gradients[module].append(gradient.float().square().sum() / y.shape[-1])
+        self._outputs = []
+        self._passes += 1
+
+    def effects(self) -> dict[nn.Module, float]:
+        """Return the effects of all modules with gradients."""
+        found = {}
+        for module, powers in self._powers.items():
+            squared_gradient = torch.stack(self._squared_gradients[module]).sum() / self._passes
+            found[module] = float(torch.stack(powers).mean() * squared_gradient)
+        return found
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -151,6 +204,11 @@ class _Recorder:
         else:
             self._sums[layer] = gram.clone()
         self._tokens[layer] = self._tokens.get(layer, 0) + tokens
+
+    def _record_output(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        y = output if output.requires_grad else output.requires_grad_()
+        self._outputs.append((module, y))
+        return y.clone()  # the model may change its copy in place
 
     def _product(self, x: Tensor) -> tuple[Tensor, int]:
         """Return x^T x, in fp32 or wider, and the number of tokens; computed once for layers that share an input."""
@@ -185,7 +243,6 @@ def _mask(batch: Any, model: nn.Module) -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
-@torch.no_grad()
 def _run(model: nn.Module, batch: Any) -> Tensor:
     """Return the main output of a model for a batch, without padding: in fp32 or wider."""
     with eval_mode(model):

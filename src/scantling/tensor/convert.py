@@ -87,8 +87,8 @@ def tensorize(
             its output, from 0 to 1. Layers that would not become smaller stay dense, and so do embeddings. Needs
             `init="svd"`. Without `calibration` it is the relative error of the weight.
         size_target: size of these layers together: up to 1 a fraction of their dense size, above 1 a number of
-            parameters. The ranks, and the layers that stay dense, minimize the sum of the squared relative errors.
-            Needs `init="svd"`.
+            parameters. The ranks, and the layers that stay dense, minimize the error of the model's output, which is
+            predicted from its gradients. Needs `init="svd"` and `calibration`.
         format: format of linear layers and experts; default `tt`, or `low-rank` with `error` or `size_target`, which
             need thin matrices. `tt`: tensor trains, as in CoMERA. `low-rank`: y = (x A) B, two thin matrices. `cola`:
             y = silu(x A) B. `tt-silu`: the same with A and B as chains, so that the input modes reduce x and the output
@@ -101,7 +101,8 @@ def tensorize(
         calibration: batches of typical inputs: mappings of keyword arguments (as transformers takes them), sequences of
             arguments, or tensors; a few dozen texts are enough. With `init="svd"`, linear layers and experts get cores
             that minimize the error of their outputs for these inputs instead of the error of their weights. The model
-            runs over them once in evaluation mode; one (in, in) matrix in fp32 is kept for each layer until the end.
+            runs over them once in evaluation mode, with a backward pass for `size_target`; one (in, in) matrix in fp32
+            is kept for each layer until the end.
         filter_fn: function of a layer's name and the layer; True to replace the layer, whatever its size.
         report: a list to which a `LayerReport` is appended for each replaced layer: its name, its size before and
             after, and with `init="svd"` the relative error of its weight. With `calibration` it has the relative error
@@ -143,9 +144,10 @@ def tensorize(
             raise UserError("error and size_target choose the ranks of thin matrices; use format='low-rank'")
         candidates = _select_linear(model, layer_filter)
     if init == "svd" and (calibration is not None or rank is None):
-        measured, whitened = _whiten(model, candidates, calibration)
+        measured, whitened = _whiten(model, candidates, calibration, with_effects=size_target is not None)
     if rank is None:
-        selected = _select_ranks(candidates, whitened, linear, error, size_target)
+        effects = {} if measured is None else measured.effects
+        selected = _select_ranks(candidates, whitened, linear, error, size_target, effects)
     # Build and fill all layers before the model changes, so that an error leaves it as it is.
     if init == "random":
         warn_if_trained(candidates, has_svd="activation" not in linear)
@@ -189,6 +191,8 @@ def _check_options(
             limit = "a number above 0" + (" and below 1" if bound == 1.0 else "")
             raise UserError(f"given {name}={value!r}; it must be {limit}")
     needing = {"error": error, "size_target": size_target, "calibration": calibration}
+    if size_target is not None and calibration is None:
+        raise UserError("given size_target without calibration; give a few batches of typical inputs as calibration=")
     if init != "svd" and (names := [name for name, value in needing.items() if value is not None]):
         raise UserError(f"given {' and '.join(names)} with init={init!r}; use init='svd', which keeps the weights")
 
@@ -213,7 +217,7 @@ def _select_linear(model: nn.Module, layer_filter: LayerFilter) -> list[Candidat
 
 
 def _whiten(
-    model: nn.Module, candidates: Sequence[Candidate], batches: Iterable[Any] | None
+    model: nn.Module, candidates: Sequence[Candidate], batches: Iterable[Any] | None, *, with_effects: bool
 ) -> tuple[Calibration | None, dict[nn.Module, WhitenedWeights]]:
     """Return the weights of linear layers and experts with the Gram matrices of their inputs, by module.
 
@@ -221,12 +225,13 @@ def _whiten(
         model: dense model.
         candidates: layers to replace; embeddings among them are left out.
         batches: calibration batches; None for no Gram matrices.
+        with_effects: True to measure the effects of the layers on the output of the model.
     """
     candidates = [candidate for candidate in candidates if not is_embedding(candidate.module)]
     for candidate in candidates:
         for weight in candidate.weights:
             check_weight(weight, candidate.name)
-    measured = None if batches is None else calibrate(model, candidates, batches)
+    measured = None if batches is None else calibrate(model, candidates, batches, with_effects=with_effects)
     whitened: dict[nn.Module, WhitenedWeights] = {}
     for candidate in candidates:
         grams = None if measured is None else measured.grams[candidate.module]
@@ -246,13 +251,21 @@ def _select_ranks(
     linear: Mapping[str, Any],
     error: float | None,
     size_target: float | None,
+    effects: Mapping[nn.Module, float],
 ) -> list[tuple[Candidate, Layer]]:
     """Return the layers that become smaller, each with thin matrices on the meta device, by error or by total size.
+
+    Args:
+        candidates: linear layers and experts.
+        whitened: their weights.
+        linear: default options of linear layers.
+        error, size_target: as in `tensorize`; one of them is None.
+        effects: effects of the layers on the output of the model, see `Calibration`.
 
     Raises:
         UserError: if there are none, or no ranks have the size.
     """
-    spectra = [Spectrum.from_weights(whitened[candidate.module]) for candidate in candidates]
+    spectra = [Spectrum.from_weights(whitened[each.module], effects.get(each.module, 0.0)) for each in candidates]
     if error is not None:
         ranks, reason = ranks_by_error(spectra, error), f"error={error:g}"
     else:
