@@ -494,6 +494,16 @@ def test_fit_to_sets_only_gates_of_changed_ranks() -> None:
             torch.testing.assert_close(gate.detach(), torch.where(was_active == is_active, old, changed))
 
 
+def test_fit_to_keeps_ranks_of_largest_contribution() -> None:
+    adapter = RankAdapter(net(), size_target=0.5)
+    contributions = list(adapter._budget.contributions())
+    adapter._budget.fit_to(0.5 * adapter.size())
+    for gate, shares in zip(gates_of(adapter), contributions, strict=True):
+        is_kept = gate > 0.01
+        if not is_kept.all():
+            assert shares[is_kept].min() > shares[~is_kept].max()
+
+
 def test_fit_to_activates_largest_gate_of_pruned_bond() -> None:
     model = net()
     adapter = RankAdapter(model, size_target=0.5)
