@@ -43,6 +43,7 @@ from small_models import ROOT, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor.report import LayerReport
 
 FOLDER = ROOT / "build" / "pretrained"
@@ -262,7 +263,7 @@ class Run:
         orders = [torch.randperm(count, generator=generator)[: count // batch * batch] for _ in range(spec["epochs"])]
         self.order = torch.cat(orders).view(-1, batch).to(device)
         self.steps, self.step = len(self.order), 0
-        warm = round(spec["warmup"] * self.steps)
+        warm = max(1, round(spec["warmup"] * self.steps))
         factors = [min((i + 1) / warm, (self.steps - i) / (self.steps - warm)) for i in range(self.steps)]
         self.rates = torch.tensor(factors, device=device) * spec["lr"]
         self.lr = torch.zeros((), device=device)
@@ -551,7 +552,7 @@ def run_specs(specs: Any, device: str, seconds: float, path: Path = PATH, at_onc
                 run, facts = models.start(spec)
                 if device == "cuda":
                     run.capture()
-            except (RuntimeError, sc.UserError) as error:  # other runs may still work
+            except (RuntimeError, UserError) as error:  # other runs may still work
                 print(f"failed: {spec}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
                 failed.add(spec_key(spec))
                 continue
