@@ -457,7 +457,7 @@ class Models:
         return model, facts
 
     def start(self, spec: Spec) -> tuple[Run, Line]:
-        """Return a run that is ready to train, and what is known before: errors without training."""
+        """Return a run that is ready to train, and its results without training."""
         teacher, data = self.teacher(spec), self.parts(spec["task"])
         compressed = self.prefetch(spec)
         facts: Line = {}
@@ -616,7 +616,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, on a GPU")
     parser.add_argument("--results", type=Path, default=PATH)
-    parser.add_argument("--specs", type=Path, help="a JSON list of runs, instead of all that are left")
+    parser.add_argument("--specs", type=Path, help="a JSON list of runs, instead of all missing runs")
     options = parser.parse_args()
     if options.phase == "prepare":
         prepare()
