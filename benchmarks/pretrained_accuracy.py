@@ -43,6 +43,7 @@ from small_models import ROOT, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.errors import UserError
 from scantling.tensor.report import LayerReport
 
 FOLDER = ROOT / "build" / "pretrained"
@@ -262,7 +263,7 @@ class Run:
         orders = [torch.randperm(count, generator=generator)[: count // batch * batch] for _ in range(spec["epochs"])]
         self.order = torch.cat(orders).view(-1, batch).to(device)
         self.steps, self.step = len(self.order), 0
-        warm = round(spec["warmup"] * self.steps)
+        warm = max(1, round(spec["warmup"] * self.steps))
         factors = [min((i + 1) / warm, (self.steps - i) / (self.steps - warm)) for i in range(self.steps)]
         self.rates = torch.tensor(factors, device=device) * spec["lr"]
         self.lr = torch.zeros((), device=device)
@@ -457,7 +458,7 @@ class Models:
         return model, facts
 
     def start(self, spec: Spec) -> tuple[Run, Line]:
-        """Return a run that is ready to train, and what is known before: errors without training."""
+        """Return a run that is ready to train, and its results without training."""
         teacher, data = self.teacher(spec), self.parts(spec["task"])
         compressed = self.prefetch(spec)
         facts: Line = {}
@@ -551,7 +552,7 @@ def run_specs(specs: Any, device: str, seconds: float, path: Path = PATH, at_onc
                 run, facts = models.start(spec)
                 if device == "cuda":
                     run.capture()
-            except (RuntimeError, sc.UserError) as error:  # other runs may still work
+            except (RuntimeError, UserError) as error:  # other runs may still work
                 print(f"failed: {spec}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
                 failed.add(spec_key(spec))
                 continue
@@ -616,7 +617,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, on a GPU")
     parser.add_argument("--results", type=Path, default=PATH)
-    parser.add_argument("--specs", type=Path, help="a JSON list of runs, instead of all that are left")
+    parser.add_argument("--specs", type=Path, help="a JSON list of runs, instead of all missing runs")
     options = parser.parse_args()
     if options.phase == "prepare":
         prepare()

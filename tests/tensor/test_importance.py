@@ -172,6 +172,21 @@ def test_contributions_decide_between_ranks_of_equal_importance() -> None:
     assert scores[:needed].min() > scores[needed:].max()
 
 
+def test_importance_of_pruned_rank_is_that_at_threshold() -> None:
+    """A gate far below the threshold would otherwise have a large square."""
+    adapter = RankAdapter(two_ways(), size_target=0.5, steps=30)
+    importance = adapter._schedule.importance
+    assert importance is not None
+    for gate in adapter._budget.rank_gates:
+        gate.grad = torch.ones_like(gate)
+    importance.update()
+    with torch.no_grad():
+        adapter._budget.rank_gates[0][1] = -3.0
+    scores = importance.scores(adapter._budget.gate_values())
+    assert scores is not None
+    assert scores[1] / scores[0] == pytest.approx(0.01**2)
+
+
 def test_importance_is_sliced_and_restored_from_values() -> None:
     rank_gates = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     importance = Importance(0.5)

@@ -22,7 +22,7 @@ from scantling.tensor.embedding import TTMHead
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.layer import TTLayer, threshold_gate
 from scantling.tensor.rank_adapter import RankAdapter
-from scantling.tensor.rank_selection import select_nearest
+from scantling.tensor.rank_selection import select_nearest, select_ranks
 from scantling.tensor.sizes import SizePolynomial, parameter_terms
 from scantling.tensor.slicing import slice_parameter
 from tests import processes
@@ -205,6 +205,23 @@ def test_select_nearest_prunes_ranks_of_least_value(share: float) -> None:
     assert error(count) == min(error(count - 1), error(count), error(count + 1))
 
 
+def test_select_ranks_prunes_expensive_ranks_first() -> None:
+    """Of ranks with equal scores, those of 20 parameters go before those of 2. The tolerance allows no exchange."""
+    size = SizePolynomial.from_terms(parameter_terms([10, 10], 0) + parameter_terms([1, 1], 1), 2)
+    bond_of = torch.arange(2).repeat_interleave(5)
+    kept = select_ranks(
+        lambda _: size,
+        torch.ones(10, dtype=torch.bool),
+        bond_of,
+        torch.ones(10, dtype=torch.float64),
+        70.0,
+        1.0,
+        num_bonds=2,
+        is_fixed=True,
+    )
+    assert torch.bincount(bond_of[kept]).tolist() == [3, 5]
+
+
 @pytest.mark.parametrize("unit", ["flops", "bytes"])
 def test_adapter_reaches_target_in_other_units(unit: Any) -> None:
     model = net(width=64, rank=12)
@@ -341,9 +358,9 @@ def set_gates(adapter: RankAdapter, value: float, active: int | None = None) -> 
             gate.fill_(-1.0)[:active] = value
 
 
-@pytest.mark.parametrize(("early_steps", "loss"), [(9, 2.0), (0, 2.0), (0, 3.0)])
+@pytest.mark.parametrize(("early_steps", "loss"), [(9, 2.3), (0, 2.3), (0, 3.0)])
 def test_paper_schedule_objective_follows_formula(early_steps: int, loss: float) -> None:
-    """At a loss of 2 the size decides in the late stage, at 3 the loss."""
+    """At a loss of 2.3 the size decides in the late stage, but the loss would with a weight of 1 for either."""
     adapter = RankAdapter(
         net(),
         size_target=0.5,
@@ -403,6 +420,33 @@ def test_paper_schedule_takes_recent_mean_loss_as_reference() -> None:
     assert (adapter._schedule.mean_loss / adapter._schedule.weight).item() == pytest.approx(mean)
 
 
+def test_paper_schedule_without_early_stage_counts_each_loss_once() -> None:
+    """The first pass gives the reference, if its loss is finite; its step then counts as any other."""
+    options: dict[str, Any] = {"size_target": 0.5, "schedule": "paper", "steps": 9, "early_steps": 0, "memory": 0.5}
+    adapter = RankAdapter(net(), **options)
+    adapter.loss(torch.tensor(torch.nan))
+    assert not adapter._schedule.late
+    take_steps(adapter, 2.0, 4.0)
+    assert adapter._schedule.reference.item() == pytest.approx(2.0)
+    mean = (0.125 * 2.0 + 0.25 * 2.0 + 0.5 * 4.0) / 0.875
+    assert (adapter._schedule.mean_loss / adapter._schedule.weight).item() == pytest.approx(mean)
+    resumed = RankAdapter(net(), **options)
+    resumed.load_state_dict(adapter.state_dict())
+    take_steps(resumed, 9.0)
+    assert resumed._schedule.reference.item() == pytest.approx(2.0)
+
+
+def test_nan_gate_of_pruned_rank_stays_visible_after_end() -> None:
+    adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=2, interval=1)
+    take_steps(adapter, 2.0, 2.0)
+    gate = next(gate for gate in gates_of(adapter) if (gate < 0.0).any())
+    rank = int(gate.argmin())
+    with torch.no_grad():
+        gate[rank] = torch.nan
+    take_steps(adapter, 2.0)
+    assert gate[rank].isnan()
+
+
 def _check_same_reference() -> None:
     adapter = RankAdapter(net(), size_target=0.5, schedule="paper", steps=9, early_steps=1)
     take_steps(adapter, 1.0 + 2.0 * torch.distributed.get_rank())
@@ -448,6 +492,16 @@ def test_fit_to_sets_only_gates_of_changed_ranks() -> None:
             was_active, is_active = old > 0.01, gate > 0.01
             changed = torch.where(is_active, 0.05, -0.05)
             torch.testing.assert_close(gate.detach(), torch.where(was_active == is_active, old, changed))
+
+
+def test_fit_to_keeps_ranks_of_largest_contribution() -> None:
+    adapter = RankAdapter(net(), size_target=0.5)
+    contributions = list(adapter._budget.contributions())
+    adapter._budget.fit_to(0.5 * adapter.size())
+    for gate, shares in zip(gates_of(adapter), contributions, strict=True):
+        is_kept = gate > 0.01
+        if not is_kept.all():
+            assert shares[is_kept].min() > shares[~is_kept].max()
 
 
 def test_fit_to_activates_largest_gate_of_pruned_bond() -> None:
