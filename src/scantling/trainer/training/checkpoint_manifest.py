@@ -71,7 +71,7 @@ class _Values(StrictModel):
 
 
 class _Manifest(StrictModel):
-    format: Literal[4]
+    format: Literal[5]
     step: Count
     save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(ge=1, le=10**7)]
