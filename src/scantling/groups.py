@@ -64,12 +64,11 @@ def param_groups(
         model: any module; tied parameters appear once. Frozen parameters of other dtypes than fp32, bf16, fp16 and
             fp64, such as packed codes, are left out, and so are empty ones.
         weight_decay: weight decay of matrices and embeddings; vectors always get 0.
-        core_lr: learning rate of TT cores, which then have separate groups with the key `lr`. All cores of a weight
-            move it, so they need a lower rate than dense weights: a third is a good start. Default: the rate of the
-            optimizer.
-        embedding_core_lr: learning rate of the cores of embeddings, also in separate groups. Rows of a table start
-            smaller than those of matrices and rarely have a gradient, so they need a higher rate, as dense tables do.
-            Default: `core_lr`.
+        core_lr: learning rate of TT cores except those of embeddings; they then have separate groups with the key `lr`.
+            All cores of a weight move it, so they need a lower rate than dense weights: a third is a good start.
+            Default: the rate of the optimizer.
+        embedding_core_lr: learning rate of the cores of embeddings, also in separate groups. A row rarely has a
+            gradient, so tables need a higher rate than matrices. Default: the rate of the optimizer.
         control_lr: learning rate of the rank gates of a `RankAdapter`, also in separate groups. A gate starts at 1, and
             an optimizer that normalizes moves it by at most its rate per step; ten times the rate of the optimizer is a
             good start in runs of hundreds of steps. Default: the rate of the optimizer.
@@ -98,7 +97,7 @@ def param_groups(
     rates: dict[int, float] = {}
     for name, params, rate in (
         ("embedding_lr", tables - cores, embedding_lr),
-        ("core_lr", cores, core_lr),
+        ("core_lr", cores - tables, core_lr),
         ("embedding_core_lr", tables & cores, embedding_core_lr),
         ("control_lr", controls, control_lr),
     ):

@@ -258,8 +258,8 @@ class TensorSection(Section):
     lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
     """Learning rate of the TT cores as a share of `optim.lr`. It is below 1 because all cores of a weight change at
     once."""
-    embedding_lr_scale: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Learning rate of the TT cores of embeddings as a multiple of `optim.lr`. Default: `lr_scale`."""
+    embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the TT cores of embeddings as a multiple of `optim.lr`. A row is looked up in few steps."""
     control_lr_scale: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of the rank gates as a multiple of `optim.lr`. Gates start at 1 and change by at most their
     learning rate per step."""
@@ -277,10 +277,9 @@ class TensorSection(Section):
 
     def rates(self, lr: float) -> dict[str, float]:
         """Return the learning rates of TT cores and rank gates for `scantling.param_groups`, given the run's rate."""
-        table = self.lr_scale if self.embedding_lr_scale is None else self.embedding_lr_scale
         return {
             "core_lr": self.lr_scale * lr,
-            "embedding_core_lr": table * lr,
+            "embedding_core_lr": self.embedding_lr_scale * lr,
             "control_lr": self.control_lr_scale * lr,
         }
 
