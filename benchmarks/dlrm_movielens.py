@@ -1,4 +1,4 @@
-"""Measure what compressed tables cost a DLRM in accuracy on MovieLens small.
+"""Measure the accuracy of a DLRM with compressed tables on MovieLens small.
 
     python benchmarks/dlrm_movielens.py sweep     tune each contender on the dev set with seed 0
     python benchmarks/dlrm_movielens.py seeds     each contender at its best settings, seeds 1 to 5, on the test set

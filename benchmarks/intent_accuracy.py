@@ -477,7 +477,7 @@ def heldout_error(line: Line) -> float | None:
     return None if line["eval_loss"] is None else 1.0 - line["accuracy"] + 1e-6 * line["eval_loss"]
 
 
-def rates_of(lines: Mapping[str, Line], row: str, size: str) -> dict[str, float] | None:
+def best_rates(lines: Mapping[str, Line], row: str, size: str) -> dict[str, float] | None:
     """Return the rates of a row; None if its search has not ended."""
     spec, rates = search(lines, ROWS[SHARED.get(row, row)], size)
     return None if spec is not None else rates
@@ -500,7 +500,7 @@ def run_search(ledger: Ledger, settings: Mapping[str, Any], size: str) -> None:
 
 def run_seeds(ledger: Ledger, size: str, item: tuple[int, str, str]) -> None:
     seed, data, row = item
-    rates = rates_of(ledger.lines(), row, size)
+    rates = best_rates(ledger.lines(), row, size)
     if rates is not None:
         ledger.run(seed_spec(row, rates, size, data, seed))
 
@@ -508,7 +508,7 @@ def run_seeds(ledger: Ledger, size: str, item: tuple[int, str, str]) -> None:
 def search_variant(lines: Mapping[str, Line], name: str, size: str) -> tuple[Spec | None, dict[str, float] | None]:
     """Return the next run of a variant's search and the best rates so far; no rates without those of its row."""
     settings = variant_settings(name)
-    rates = rates_of(lines, "dense" if settings["form"] == "dense" else "tt", size)
+    rates = best_rates(lines, "dense" if settings["form"] == "dense" else "tt", size)
     if rates is None:
         return None, None
     return search(lines, settings, size, {key: value for key, value in rates.items() if key != "lr"})
@@ -544,7 +544,7 @@ def report_rows(lines: Mapping[str, Line], size: str) -> None:
             print(f"  {'bag of words':18} {bag['num_parameters']:>10,} parameters {100 * bag['accuracy']:6.2f}")
         dense: dict[int, float] = {}
         for row in ROWS:
-            rates = rates_of(lines, row, size)
+            rates = best_rates(lines, row, size)
             specs = {} if rates is None else {seed: seed_spec(row, rates, size, data, seed) for seed in SEEDS}
             found = {seed: line for seed, spec in specs.items() if (line := lines.get(spec_key(spec))) is not None}
             if not found:

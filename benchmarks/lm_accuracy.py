@@ -42,7 +42,7 @@ import torch
 from dated import RESULTS
 from interleaved import disturbed, ratio, take_turns
 from lm_models import FORMS, Ops, Shape, build_model, count_parameters, fused_ops, step_flops
-from lm_runs import CAPTURE_AFTER, Run, facts, read_tokens, write_tokens
+from lm_runs import CAPTURE_AFTER, Run, describe_run, read_tokens, write_tokens
 from resumable import Grid, Ledger, Line, Spec, interval, spec_key
 
 PHASES = ("prepare", "plan", "sweep", "seeds", "clock", "timed", "report")
@@ -273,7 +273,7 @@ class Trainer:
         if (refused := disturbed(ratios[f"{names[0]} again"])) is not None:
             print(refused)
         else:
-            self._append({"key": spec_key(spec), **spec, "times": ratios, **facts(began)})
+            self._append({"key": spec_key(spec), **spec, "times": ratios, **describe_run(began)})
 
 
 def show_plan(plan: Plan) -> None:
@@ -296,23 +296,23 @@ def report(plan: Plan, lines: dict[str, Line]) -> None:
         print(plan.grid(form).row(form, plan.swept(lines, form)))
     times = plan.step_times(lines)
 
-    def found(form: str, fewer: float, steps: int | None) -> dict[int, Line]:
+    def finished_runs(form: str, fewer: float, steps: int | None) -> dict[int, Line]:
         lr = plan.best_rate(lines, form)
         if lr is None or steps is None:
             return {}
         runs = {seed: lines.get(spec_key(plan.spec(form, fewer, lr, seed, steps))) for seed in SEEDS}
         return {seed: line for seed, line in runs.items() if line is not None and line["eval_loss"] is not None}
 
-    dense = found("dense", 1, plan.steps)
+    dense = finished_runs("dense", 1, plan.steps)
     for form, fewer in plan.models():
         parts = [f"{model_name(form, fewer):20}"]
-        equal = found(form, fewer, plan.steps)
+        equal = finished_runs(form, fewer, plan.steps)
         if equal:
             line = next(iter(equal.values()))
             parts.append(f"{line['layer_parameters']:>9,} in layers {line['num_parameters']:>9,} in all")
         if (name := model_name(form, fewer)) in times:
             parts.append(f"{times[name]['ratio']:5.2f} of dense's step")
-        timed = {} if form == "dense" else found(form, fewer, plan.steps_in_time(times, form, fewer))
+        timed = {} if form == "dense" else finished_runs(form, fewer, plan.steps_in_time(times, form, fewer))
         for label, runs in (("tokens", equal), ("time", timed)):
             if runs:
                 mean, width = interval([line["eval_loss"] for line in runs.values()])

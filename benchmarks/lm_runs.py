@@ -226,12 +226,12 @@ class Run:
             "epochs": round(tokens / len(self.tokens["train"]), 3),
             "graph": self._graph is not None,
             **self.counts,
-            **facts(self.began),
+            **describe_run(self.began),
         }
 
 
-def facts(began: float) -> dict[str, Any]:
-    """Return how long a run took, and where it was made."""
+def describe_run(began: float) -> dict[str, Any]:
+    """Return the time that a run took, and its machine."""
     return {**_process_facts(), "seconds": round(time.time() - began, 1)}
 
 

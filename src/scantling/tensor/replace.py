@@ -331,7 +331,7 @@ def restore_tied_names(model: nn.Module) -> None:
 
 
 def _renamed(module: nn.Module, pairs: dict[str, str]) -> dict[str, str]:
-    """Return pairs of tied names (target, source) with the names of TT parameters instead of those of dense weights."""
+    """Return pairs of tied names (target, source) that name TT parameters instead of dense weights."""
     renamed = {}
     for target, source in pairs.items():
         (path, _, name), (source_path, _, source_name) = target.rpartition("."), source.rpartition(".")

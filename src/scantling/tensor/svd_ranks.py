@@ -2,8 +2,7 @@
 
 A layer of rank r has r * `rank_numel` parameters; as a dense layer it has `dense_numel`, and no error. The ranks for a
 total size minimize the squared error of the model's output, predicted as the sum over all layers of their squared
-relative errors times their effects (`calibration.py`). With equal effects for all layers, the output error of MiniLM is
-a quarter larger.
+relative errors times their effects (`calibration.py`).
 """
 
 from __future__ import annotations

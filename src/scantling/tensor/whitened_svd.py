@@ -25,9 +25,7 @@ from torch import Tensor, nn
 from scantling.tensor.cores import dense, tt_svd
 
 DAMPING = 1e-4
-"""Multiple of the mean diagonal of a Gram matrix that is added to its diagonal. From 1e-6 to 1e-2 the errors on
-held-out texts are the same, for 64 to 1024 texts (MiniLM).
-"""
+"""Multiple of the mean diagonal of a Gram matrix that is added to its diagonal."""
 
 
 class WhitenedWeight:
