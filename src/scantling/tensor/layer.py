@@ -140,16 +140,15 @@ class TTLayer(nn.Module):
         self, ranks: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Replace the cores by uninitialized ones with these ranks of all bonds, including the outer ones."""
-        self.cores = nn.ParameterList(
+        self.replace_cores(
             torch.empty(left, *shape, right, device=device, dtype=dtype)
             for left, shape, right in zip(ranks[:-1], self.mode_shapes(), ranks[1:], strict=True)
         )
-        self._reset_gain()
 
-    def _reset_gain(self) -> None:
-        """Make a gain of 1 on the device of the cores."""
-        core = self.cores[0]
-        self.log_gain = nn.Parameter(core.new_zeros(1), requires_grad=core.requires_grad)
+    def replace_cores(self, cores: Iterable[Tensor]) -> None:
+        """Replace the cores by new parameters of any ranks, and the gain by 1 on their device."""
+        self.cores = nn.ParameterList(cores)
+        self.log_gain = nn.Parameter(self.cores[0].detach().new_zeros(1))
 
     def set_trainable(self, is_trainable: bool) -> None:
         """Train the weight, or freeze it."""
@@ -393,8 +392,7 @@ class TTLayer(nn.Module):
             if not allow_larger:
                 logger.warning("%s; lower the rank, or keep the layer dense", text)
         # Always a copy: the core of a chain of one shares memory with the dense weight.
-        self.cores = nn.ParameterList(core.clone(memory_format=torch.contiguous_format) for core in cores)
-        self._reset_gain()
+        self.replace_cores(core.clone(memory_format=torch.contiguous_format) for core in cores)
 
     def parameter_roles(self) -> dict[str, tuple[Role, MatrixDims | None]]:
         """Return the roles: a core is a matrix whose rows are its left bond and first mode, see

@@ -168,7 +168,7 @@ def _with_values(layer: Any, dense: Any, init: Init, name: str, whitened: Whiten
         )
     if init == "svd" and norm > 0.0 and whitened is not None:
         cores = whitened.cores(layer.in_modes, layer.out_modes, layer.ranks)
-        layer.cores = nn.ParameterList(core.to(weight.dtype) for core in cores)
+        layer.replace_cores(core.to(weight.dtype) for core in cores)
     elif init == "svd" and norm > 0.0:
         layer = _from_svd(layer, dense)
     else:
