@@ -69,6 +69,8 @@ def tensorize(
     `filter_fn` is given, layers whose cores would have at least as many parameters as the dense weight are not
     replaced either.
 
+    Every TT layer has a trainable scale of its weight, `log_gain`, which is 1 at first; see `layer.GAIN_RATE`.
+
     Layers that share an input, recognized by their names in transformers, such as Q, K and V, multiply it in one
     product with the cores of all (`shared_input.py`).
 
