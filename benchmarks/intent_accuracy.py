@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from dated import RESULTS
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
-from small_models import data_folder, printed, run_facts
+from small_models import data_folder, printed, rate_factors, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
@@ -61,7 +61,7 @@ BATCH, WARM_UP, DROPOUT = 32, 0.1, 0.1
 BEGIN, END = 0.3, 0.7
 """Fractions of a run at which the rank reduction begins and ends."""
 TT = {"form": "tt"}
-TARGETS = {"tt 0.8": 0.8, "tt 0.5": 0.5, "tt 0.2": 0.2, "tt 361x": 0.1777}
+OTHER_TARGETS = {"tt 0.8": 0.8, "tt 0.5": 0.5, "tt 361x": 0.1777}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
     "tt": TT,
@@ -71,7 +71,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "low rank": {**TT, "form": "low-rank"},
     "cola": {**TT, "form": "cola"},
     "galore": {"form": "dense", "optimizer": "galore"},
-    **{name: {**TT, "target": target} for name, target in TARGETS.items() if name != "tt 0.2"},
+    **{name: {**TT, "target": target} for name, target in OTHER_TARGETS.items()},
 }
 """Settings of each row: the format of the layers, and what else differs from `dense`."""
 SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
@@ -333,6 +333,7 @@ def run_training(spec: Spec) -> Line:
     adapter: sc.RankAdapter | None = None
     optimizers: list[torch.optim.Optimizer] = []
     batches = draw_batches(len(ids), steps, spec["seed"])
+    factors = rate_factors(steps, spec.get("warm_up", WARM_UP))
     for step in range(steps):
         if step == spec.get("dense_steps"):
             convert(model, spec, init="svd")
@@ -348,11 +349,9 @@ def run_training(spec: Spec) -> Line:
             optimizers = build(shape, parameter_groups(model, spec))
             peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         start = time.perf_counter()
-        warm = max(1, round(spec.get("warm_up", WARM_UP) * steps))
-        factor = min((step + 1) / warm, (steps - step) / (steps - warm))
         for optimizer, own in zip(optimizers, peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = factor * peak
+                group["lr"] = factors[step] * peak
         loss = nn.functional.cross_entropy(predict(model, ids[batches[step]]), labels[batches[step]])
         losses.append(float(loss.detach()))
         if not np.isfinite(losses[-1]):

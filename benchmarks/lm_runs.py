@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lm_models import FORMS, Ops, Projections, Shape, build_groups, build_model, count_parameters
 from resumable import Line, Spec, spec_key
-from small_models import run_facts, text
+from small_models import rate_factors, run_facts, text
 from torch import Tensor
 
 from scantling.tensor.layer import keep_merged
@@ -61,13 +61,6 @@ def window_starts(num_tokens: int, length: int, count: int, seed: int) -> Tensor
         parts.append(offset + length * torch.randperm(windows, generator=generator))
         total += windows
     return torch.cat(parts)[:count]
-
-
-def rate_factors(steps: int) -> Tensor:
-    """Return the learning rate of each step as a fraction of its peak: (steps)."""
-    warm = max(1, round(WARM_UP_SHARE * steps))
-    done = torch.arange(steps, dtype=torch.float32)
-    return torch.minimum((done + 1) / warm, (steps - done) / max(1, steps - warm))
 
 
 class Run:
@@ -112,7 +105,7 @@ class Run:
             )
             starts = window_starts(len(tokens["train"]), shape.length, steps * spec["batch"], spec["seed"])
             self._starts = starts.view(steps, spec["batch"]).to(device)
-            self._factors = rate_factors(steps).to(device)
+            self._factors = torch.tensor(rate_factors(steps, WARM_UP_SHARE), device=device)
             self._window = torch.arange(shape.length + 1, device=device)
             self.losses = torch.zeros(steps, device=device)
             self._done = torch.zeros(1, dtype=torch.long, device=device)

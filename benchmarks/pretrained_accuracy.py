@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from dated import RESULTS
 from resumable import Grid, Ledger, Line, Spec, interval, spec_key
-from small_models import ROOT, run_facts
+from small_models import ROOT, rate_factors, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
@@ -263,9 +263,7 @@ class Run:
         orders = [torch.randperm(count, generator=generator)[: count // batch * batch] for _ in range(spec["epochs"])]
         self.order = torch.cat(orders).view(-1, batch).to(device)
         self.steps, self.step = len(self.order), 0
-        warm = max(1, round(spec["warmup"] * self.steps))
-        factors = [min((i + 1) / warm, (self.steps - i) / (self.steps - warm)) for i in range(self.steps)]
-        self.rates = torch.tensor(factors, device=device) * spec["lr"]
+        self.rates = torch.tensor(rate_factors(self.steps, spec["warmup"]), device=device) * spec["lr"]
         self.lr = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)
         self.losses = torch.zeros(self.steps, device=device)

@@ -62,6 +62,17 @@ def text(data: str) -> dict[str, Any]:
     return {"corpus": "python-stdlib", "max_bytes": 30_000_000}
 
 
+def rate_factors(steps: int, warm_up: float) -> list[float]:
+    """Return the learning rate of each step as a fraction of its peak: linear warm-up, then linear to 0.
+
+    Args:
+        steps: length of the run.
+        warm_up: fraction of the steps in which the rate rises.
+    """
+    warm = max(1, round(warm_up * steps))
+    return [min((step + 1) / warm, (steps - step) / max(1, steps - warm)) for step in range(steps)]
+
+
 def train_line(
     spec: Spec,
     recipe: dict[str, Any],

@@ -126,7 +126,7 @@ def test_step_reads_nothing_on_the_host(lm_runs: Any, tokens: dict[str, Tensor],
 def test_run_follows_the_schedule_and_learns(lm_runs: Any, tokens: dict[str, Tensor], form: str) -> None:
     tokens = {name: own % 4 for name, own in tokens.items()}
     run = make_run(lm_runs, tokens, form, steps=40)
-    factors = lm_runs.rate_factors(40)
+    factors = torch.tensor(lm_runs.rate_factors(40, lm_runs.WARM_UP_SHARE))
     # 2 steps of warm-up, then down to 0 in 38
     assert factors[:3].tolist() == pytest.approx([0.5, 1.0, 1.0])
     assert float(factors[-1]) == pytest.approx(1 / 38)

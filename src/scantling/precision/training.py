@@ -184,7 +184,10 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
     layer: Any = module
     if is_tt(module):
         # The rounded cores include gain and gates.
-        rounded = [*zip(layer.cores, layer.gated_cores(), strict=True), (layer.log_gain, 0.0 * layer.log_gain)]
+        rounded = [
+            *zip(layer.cores, layer.gated_cores(), strict=True),
+            (layer.log_gain, torch.zeros_like(layer.log_gain)),
+        ]
         if layer.rank_gates is not None:
             gates = zip(layer.rank_gates, layer.active_ranks(), strict=True)
             rounded += [(gate, torch.where(is_active, 1.0, gate)) for gate, is_active in gates]

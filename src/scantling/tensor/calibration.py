@@ -25,7 +25,7 @@ from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
 from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import tree_leaves, version_counter
-from scantling.tensor.experts import TTExperts, expert_linears, is_fused_experts, projections
+from scantling.tensor.experts import TTExperts, is_fused_experts, projection_linears
 from scantling.tensor.find_layers import Candidate
 
 _OUTPUTS = ("logits", "last_hidden_state")
@@ -116,11 +116,9 @@ def _check(candidates: Sequence[Candidate], grams: Mapping[nn.Module, Mapping[st
         )
 
 
-def _watched_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
+def _watched_layers(module: nn.Module) -> Mapping[str, Sequence[nn.Module]]:
     """Return the linear layers whose inputs are recorded for a candidate, by projection."""
-    if not is_fused_experts(module):
-        return {"": [module]}
-    return {part: [*expert_linears(module, name)] for part, name in projections(module).items()}
+    return projection_linears(module) if is_fused_experts(module) else {"": [module]}
 
 
 class _Recorder:

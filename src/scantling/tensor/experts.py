@@ -53,6 +53,11 @@ def expert_linears(experts: nn.Module, name: str) -> Iterator[nn.Linear]:
         yield linear.train(experts.training)
 
 
+def projection_linears(experts: nn.Module) -> dict[str, list[nn.Linear]]:
+    """Return `expert_linears` of both projections."""
+    return {part: [*expert_linears(experts, name)] for part, name in projections(experts).items()}
+
+
 class TTExperts(nn.Module):
     """Experts as tensor trains.
 

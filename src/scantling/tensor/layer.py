@@ -90,11 +90,11 @@ class TTLayer(nn.Module):
 
     core_role: Role
     core_dims: MatrixDims
+    log_gain: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
         self.cores = nn.ParameterList()
-        self.log_gain = nn.Parameter(torch.zeros(1))
         self.rank_gates: nn.ParameterList | None = None
         self.threshold = 0.0
         self.formats: Formats | None = None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.numerics.torch_private import share_hooks
 from scantling.tensor.embedding import TTMEmbedding, TTMEmbeddingBag, TTMHead
-from scantling.tensor.experts import TTExperts, expert_linears, is_fused_experts, projections
+from scantling.tensor.experts import TTExperts, expert_linears, is_fused_experts, projection_linears, projections
 from scantling.tensor.find_layers import (
     LINEAR_OPTIONS,
     TABLE_OPTIONS,
@@ -140,9 +140,7 @@ def fill_layer(candidate: Candidate, layer: Layer, init: Init, whitened: Whitene
 
 def dense_linears(module: nn.Module) -> dict[str, list[nn.Linear]]:
     """Return the linear layers of a candidate without biases, by projection as in `WhitenedWeights`."""
-    if not is_fused_experts(module):
-        return {"": [as_linear(module)]}
-    return {part: [*expert_linears(module, name)] for part, name in projections(module).items()}
+    return projection_linears(module) if is_fused_experts(module) else {"": [as_linear(module)]}
 
 
 def as_linear(module: nn.Module) -> nn.Linear:

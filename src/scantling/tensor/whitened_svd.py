@@ -41,12 +41,12 @@ class WhitenedWeight:
 
     def __init__(self, weight: Tensor, gram: Tensor | None) -> None:
         self.matrix = weight.detach().t().double()
-        self._gram = gram
+        self._gram = None if gram is None or not bool(gram.any()) else gram
 
     @cached_property
     def factor(self) -> Tensor | None:
         """L^T with L L^T = G + damping, (in, in); None for the identity."""
-        if self._gram is None or not self._gram.any():
+        if self._gram is None:
             return None
         gram = self._gram.double()
         damping = DAMPING * gram.diagonal().mean()
@@ -79,8 +79,8 @@ class WhitenedWeight:
 
     def _squares(self, matrix: Tensor) -> Tensor:
         """Return the diagonal of M^T G M for M, (in, n): the squared norms of the columns of X M, per token."""
-        gram = None if self.factor is None or self._gram is None else self._gram.double()
-        return (matrix * (matrix if gram is None else gram @ matrix)).sum(0).clamp(min=0.0)
+        image = matrix if self._gram is None else self._gram.double() @ matrix
+        return (matrix * image).sum(0).clamp(min=0.0)
 
     def cores(self, in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
         """Return the cores of a tensor train that approximates the weight, in float64.

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -71,7 +71,7 @@ class _Values(StrictModel):
 
 
 class _Manifest(StrictModel):
-    format: Literal[5]
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     step: Count
     save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(ge=1, le=10**7)]
