@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from small_models import data_folder
+from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.trainer.data.hashing import key64
@@ -90,6 +92,22 @@ def nli(examples: int) -> Data:
 
 
 TASKS: dict[str, Callable[[int], Data]] = {"banking77": banking77, "clinc150": clinc150, "nli": nli}
+
+
+def similar_lengths(lengths: Tensor, batch: int, generator: torch.Generator) -> list[Tensor]:
+    """Return the positions of one epoch's batches in random order.
+
+    Batches are cut from groups of 16 batches sorted by length, so that they have little padding.
+
+    Args:
+        lengths: (n) lengths of the texts.
+        batch: texts in a batch; the remaining ones of the epoch are left out.
+        generator: generator of the order.
+    """
+    groups = torch.randperm(len(lengths), generator=generator).split(16 * batch)
+    batches = [part for group in groups for part in group[lengths[group].argsort()].split(batch)]
+    full = [part for part in batches if len(part) == batch]
+    return [full[i] for i in torch.randperm(len(full), generator=generator).tolist()]
 
 
 def _data(train: list[Example], dev: list[Example], tests: dict[str, list[Example]], examples: int) -> Data:

@@ -14,15 +14,13 @@ until the best value lies between two worse ones. Rows at a size target other th
 `tt 0.2`, and variants the ratios of `tt`. The standard deviation of BERT's first weights, 0.02 at width 768, is scaled
 by 1 / sqrt(width): at width 128, 0.02 is so small that every model mostly learns the scale of its weights.
 
-Banking77 has no test set here, so every 7th text of each label is held out; CLINC150 has its published validation set.
-The dev set is every 10th of the other texts. `bag of words` is a linear model of word counts. Results are lines of
+The training, dev and test texts are those of finetune_data.py; no text is in two of them. `bag of words` is a linear
+model of word counts. Results are lines of
 benchmarks/results/intent-accuracy.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import sys
 import time
@@ -34,13 +32,14 @@ from typing import Any
 import numpy as np
 import torch
 from dated import RESULTS
+from finetune_data import TASKS, similar_lengths
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
-from small_models import data_folder, printed, rate_factors, run_facts
+from small_models import printed, rate_factors, run_facts
 from torch import Tensor, nn
 
 import scantling as sc
 from scantling.optim.registry import build_optimizer
-from scantling.tensor.layer import TTLayer
+from scantling.tensor.layer import GAIN_RATE, TTLayer
 from scantling.tensor.linear import TTLinear
 
 RESULT_FILE = RESULTS / "intent-accuracy.jsonl"
@@ -87,13 +86,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon on cores"},
     "rates by rms": {"power": 0.5},
     "clipped gradients": {"clip": 1.0},
+    "rates as in LoRA+": {"last_core": 4.0},
+    "muon with current norms": {"optimizer": "muon on cores", "current_norms": True},
+    "init by spectrum": {"spectrum": 1.0},
     "weight decay": {"weight_decay": 0.1},
+    "weight decay of the product": {"product_decay": 0.1},
     "longer warm-up": {"warm_up": 0.3},
     "svd after 300 dense steps": {"dense_steps": 300},
     "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt"},
     "more ranks in attention": {"rank": {"attention": 22, "rest": 12}},
     "more ranks in feed-forward": {"rank": {"attention": 10, "rest": 20}},
+    "more ranks in the embedding": {"rank": 14, "embedding_rank": 24},
     "diagonal residual": {"diagonal": True},
+    "sparse residual": {"sparse": 0.03, "rank": 14},
     "tt-silu": {"form": "tt-silu"},
     "two modes": {"num_modes": 2},
     "dense embedding": {"embedding_rank": 0},
@@ -120,47 +125,32 @@ def coordinates(settings: Mapping[str, Any]) -> dict[str, Grid]:
 # data
 
 
-def read_texts(name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return (text, label) pairs for training and for the test."""
-    folder = data_folder() / "intent"
-    if name == "banking77":
-        with open(folder / "banking77_train.csv", encoding="utf-8", newline="") as file:
-            rows = sorted(((row["text"], row["category"]) for row in csv.DictReader(file)), key=lambda row: row[1])
-        return [row for i, row in enumerate(rows) if i % 7], [row for i, row in enumerate(rows) if i % 7 == 0]
-    with gzip.open(folder / "clinc150_train_val.json.gz", "rt", encoding="utf-8") as packed:
-        found = json.load(packed)
-    return [(text, label) for text, label in found["train"]], [(text, label) for text, label in found["val"]]
-
-
 @cache
-def read_arrays(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return token ids, (texts, LENGTH) with 0 as padding, and labels, of the training and the test texts."""
+def read_arrays(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return token ids, (texts, LENGTH) with 0 as padding, and labels, of the training, dev and test texts."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    parts = read_texts(name)
+    data = TASKS[name](sys.maxsize)
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]"]
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([text for text, _ in parts[0]], trainer)
-    number = {label: i for i, label in enumerate(sorted({label for _, label in parts[0]}))}
-    arrays = []
-    for rows in parts:
+    tokenizer.train_from_iterator([row.text for row in data.train], trainer)
+    number = {label: i for i, label in enumerate(data.labels)}
+    arrays = {}
+    for part, rows in {"train": data.train, "dev": data.dev, "test": data.tests[name]}.items():
         ids = torch.zeros(len(rows), LENGTH, dtype=torch.long)
-        for i, (text, _) in enumerate(rows):
-            own = [2, *tokenizer.encode(text).ids][:LENGTH]
+        for i, row in enumerate(rows):
+            own = [2, *tokenizer.encode(row.text).ids][:LENGTH]
             ids[i, : len(own)] = torch.tensor(own)
-        arrays += [ids, torch.tensor([number[label] for _, label in rows])]
-    return tuple(arrays)
+        arrays[part] = ids, torch.tensor([number[row.label] for row in rows])
+    return arrays
 
 
 def split(name: str, *, dev: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ids and labels to train on, and to measure: the test set, or a tenth of the training texts."""
-    ids, labels, test_ids, test_labels = read_arrays(name)
-    if not dev:
-        return ids, labels, test_ids, test_labels
-    held = torch.arange(len(ids)) % 10 == 5
-    return ids[~held], labels[~held], ids[held], labels[held]
+    """Return ids and labels of the training texts, and of the dev or the test texts."""
+    arrays = read_arrays(name)
+    return *arrays["train"], *arrays["dev" if dev else "test"]
 
 
 # models
@@ -184,7 +174,12 @@ def build_model(spec: Spec, num_labels: int) -> nn.Module:
         initializer_range=spec.get("init_std", 0.02 * (768 / width) ** 0.5),
     )
     model = BertForSequenceClassification(config)
-    if spec["form"] != "dense" and not spec.get("dense_steps"):
+    if spec.get("spectrum"):
+        draw_by_spectrum(model, spec["spectrum"])
+        norms = {name: layer.weight.norm().item() for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        convert(model, spec, init="svd")
+        restore_norms(model, norms)
+    elif spec["form"] != "dense" and not spec.get("dense_steps"):
         convert(model, spec, init="random")
     return model
 
@@ -209,6 +204,42 @@ def convert(model: nn.Module, spec: Spec, init: Any) -> None:
         if isinstance(layer, TTLinear) and spec.get("diagonal") and layer.in_features == layer.out_features:
             layer.diagonal = nn.Parameter(torch.zeros(layer.in_features))
             layer.register_forward_hook(lambda module, inputs, output: output + inputs[0] * module.diagonal)
+        if isinstance(layer, TTLinear) and spec.get("sparse"):
+            add_sparse(layer, spec["sparse"])
+
+
+def add_sparse(layer: TTLinear, share: float) -> None:
+    """Add trainable values, 0 at first, at random positions of the weight: this share of its entries."""
+    shape = layer.in_features, layer.out_features
+    size = shape[0] * shape[1]
+    where = torch.randperm(size)[: round(share * size)]
+    layer.sparse = nn.Parameter(torch.zeros(len(where)))
+
+    def with_sparse(module: TTLinear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + inputs[0] @ torch.zeros(size).index_put((where,), module.sparse).view(shape)
+
+    layer.register_forward_hook(with_sparse)
+
+
+@torch.no_grad()
+def draw_by_spectrum(model: nn.Module, power: float) -> None:
+    """Give the k-th singular value of each weight of the encoder and the pooler a share of k^-power.
+
+    The norm of the weight stays.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "classifier":
+            u, values, vh = torch.linalg.svd(module.weight, full_matrices=False)
+            wanted = torch.arange(1.0, len(values) + 1) ** -power
+            module.weight.copy_((u * (wanted * values.norm() / wanted.norm())) @ vh)
+
+
+@torch.no_grad()
+def restore_norms(model: nn.Module, norms: Mapping[str, float]) -> None:
+    """Give the weights of TT layers these norms, by their gains."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TTLinear):
+            layer.log_gain += np.log(norms[name] / float(layer.weight.norm())) / GAIN_RATE
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -260,7 +291,18 @@ def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
         result += [{**group, "params": gains, "lr": lr * spec.get("gain", 1.0)}] if gains else []
     if spec.get("power"):
         result = [one for group in result for one in split_by_rms(group, model, spec["power"])]
+    if spec.get("last_core"):
+        result = [one for group in result for one in split_last_cores(group, model, spec["last_core"])]
     return result
+
+
+def split_last_cores(group: dict[str, Any], model: nn.Module, factor: float) -> Iterator[dict[str, Any]]:
+    """Yield the group without the last cores of linear layers, at the output, and one of them at a higher rate."""
+    last = {id(layer.chain[-1]) for layer in model.modules() if isinstance(layer, TTLinear)}
+    mine = [item for item in group["params"] if id(item[1]) in last]
+    rest = [item for item in group["params"] if id(item[1]) not in last]
+    yield from [{**group, "params": rest}] if rest else []
+    yield from [{**group, "params": mine, "lr": factor * group["lr"]}] if mine else []
 
 
 def split_by_rms(group: dict[str, Any], model: nn.Module, power: float) -> Iterator[dict[str, Any]]:
@@ -278,17 +320,17 @@ def split_by_rms(group: dict[str, Any], model: nn.Module, power: float) -> Itera
 class MuonOnCores(torch.optim.Optimizer):
     """Orthogonalized momentum for cores, as matrices (r * modes, r'), AdamW for the rest.
 
-    A step of a core has the spectral norm rate * its initial spectral norm.
+    A step of a core has the spectral norm rate * its spectral norm, the initial one or the current one.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, current_norms: bool) -> None:
         mine = [group for group in groups if group["params"][0][0].split(".")[-2:-1] == ["cores"]]
         super().__init__(mine, {"lr": lr})
+        self.current_norms = current_norms
         self.rest = torch.optim.AdamW([group for group in groups if group not in mine], lr=lr, fused=True)
         for group in self.param_groups:
             for core in group["params"]:
-                scale = torch.linalg.matrix_norm(core.detach().flatten(0, -2), ord=2)
-                self.state[core] = {"momentum": torch.zeros_like(core), "scale": scale}
+                self.state[core] = {"momentum": torch.zeros_like(core), "scale": spectral_norm(core)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -298,15 +340,20 @@ class MuonOnCores(torch.optim.Optimizer):
                 momentum = self.state[core]["momentum"].lerp_(core.grad, 0.1)
                 matrix = core.grad.lerp(momentum, 0.9).flatten(0, -2)
                 u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+                scale = spectral_norm(core) if self.current_norms else self.state[core]["scale"]
                 # 10 times the rate of AdamW: 1e-3 changes a core by 1 %
-                core.sub_((u @ vh).view_as(core) * (10.0 * group["lr"] * self.state[core]["scale"]))
+                core.sub_((u @ vh).view_as(core) * (10.0 * group["lr"] * scale))
+
+
+def spectral_norm(core: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(core.detach().flatten(0, -2), ord=2)
 
 
 def build(spec: Spec, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
     """Return the optimizers whose groups follow the schedule; the first one steps."""
     name = spec.get("optimizer", "adamw")
     if name == "muon on cores":
-        muon = MuonOnCores(groups, spec["lr"])
+        muon = MuonOnCores(groups, spec["lr"], spec.get("current_norms", False))
         return [muon, muon.rest]
     if name == "galore":
         import galore
@@ -332,7 +379,7 @@ def run_training(spec: Spec) -> Line:
     steps, losses, step_s = spec["steps"], [], []
     adapter: sc.RankAdapter | None = None
     optimizers: list[torch.optim.Optimizer] = []
-    batches = draw_batches(len(ids), steps, spec["seed"])
+    batches = draw_batches(ids, steps, spec["seed"])
     factors = rate_factors(steps, spec.get("warm_up", WARM_UP))
     for step in range(steps):
         if step == spec.get("dense_steps"):
@@ -361,6 +408,8 @@ def run_training(spec: Spec) -> Line:
         if spec.get("clip"):
             nn.utils.clip_grad_norm_(model.parameters(), spec["clip"])
         optimizers[0].step()
+        if spec.get("product_decay"):
+            decay_products(model, factors[step] * spec["lr"] * spec["product_decay"])
         if adapter is not None and step % 100 == 99:
             adapter.truncate(*optimizers)
         step_s.append(time.perf_counter() - start)
@@ -370,12 +419,20 @@ def run_training(spec: Spec) -> Line:
     return {"key": spec_key(spec), **spec, **found, "step_s": float(np.median(step_s)), **run_facts(began)}
 
 
-def draw_batches(count: int, steps: int, seed: int) -> list[Tensor]:
+@torch.no_grad()
+def decay_products(model: nn.Module, share: float) -> None:
+    """Shrink the weight of each TT layer, by its last core."""
+    for layer in model.modules():
+        if isinstance(layer, TTLayer):
+            layer.chain[-1].mul_(1.0 - share)
+
+
+def draw_batches(ids: Tensor, steps: int, seed: int) -> list[Tensor]:
     """Return the indices of each batch; every epoch has another order."""
     generator = torch.Generator().manual_seed(1000 + seed)
     batches: list[Tensor] = []
     while len(batches) < steps:
-        batches += torch.randperm(count, generator=generator)[: count // BATCH * BATCH].split(BATCH)
+        batches += similar_lengths((ids != 0).sum(1), BATCH, generator)
     return batches[:steps]
 
 
@@ -432,7 +489,7 @@ def fit_bag(spec: Spec, weight_decay: float, *, dev: bool) -> tuple[float, int]:
     model = nn.EmbeddingBag(VOCABULARY, int(labels.max()) + 1, mode="sum", padding_idx=0)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
-    for batch in draw_batches(len(ids), 5000, spec["seed"]):
+    for batch in draw_batches(ids, 5000, spec["seed"]):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(ids[batch]), labels[batch]).backward()
         optimizer.step()

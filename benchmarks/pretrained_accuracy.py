@@ -15,8 +15,8 @@ trained twice as long, and LoRA. The word embeddings and the head stay dense; of
 that occur in the texts are kept, since no other row is ever read.
 
 The learning rate of each contender is the best of at least three on a dev set, with seed 0; it has a worse neighbor on
-both sides. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. On a GPU a training step is one CUDA
-graph under bf16 autocast, and several runs train at the same time, each on its own stream.
+both sides. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. Training is under bf16 autocast. On a
+GPU a step is one CUDA graph, and several runs train at the same time, each on its own stream.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from dated import RESULTS
+from finetune_data import similar_lengths
 from resumable import Grid, Ledger, Line, Spec, interval, spec_key
 from small_models import ROOT, rate_factors, run_facts
 from torch import Tensor, nn
@@ -97,11 +99,10 @@ CONTENDERS = (
     *(
         Contender(method, reduction, loss=loss)
         for reduction in REDUCTIONS
-        for method in ("whitened", "svd")
-        for loss in ("teacher", "labels")
+        for method, loss in (("whitened", "teacher"), ("whitened", "labels"), ("svd", "teacher"))
     ),
     *(Contender("dense", loss=loss) for loss in ("labels", "teacher")),
-    *(Contender("whitened", reduction, start="pretrained", first_rate=5) for reduction in REDUCTIONS),
+    Contender("whitened", 2.0, start="pretrained", first_rate=5),
 )
 
 
@@ -258,10 +259,10 @@ class Run:
         self.teacher = teacher if spec["loss"] == "teacher" else None
         device = data["train"].ids.device
         self.is_cuda = device.type == "cuda"
-        count, batch = len(data["train"].ids), spec["batch"]
+        lengths = (data["train"].ids != 0).sum(1).cpu()
         generator = torch.Generator().manual_seed(spec["seed"])
-        orders = [torch.randperm(count, generator=generator)[: count // batch * batch] for _ in range(spec["epochs"])]
-        self.order = torch.cat(orders).view(-1, batch).to(device)
+        epochs = [similar_lengths(lengths, spec["batch"], generator) for _ in range(spec["epochs"])]
+        self.order = torch.stack([batch for epoch in epochs for batch in epoch]).to(device)
         self.steps, self.step = len(self.order), 0
         self.rates = torch.tensor(rate_factors(self.steps, spec["warmup"]), device=device) * spec["lr"]
         self.lr = torch.zeros((), device=device)
@@ -282,7 +283,7 @@ class Run:
         batch = self.order.index_select(0, self.index).squeeze(0)
         ids, labels = self.data["train"].ids[batch], self.data["train"].labels[batch]
         ids = ids if self.is_cuda else trim(ids)
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.is_cuda, cache_enabled=False):
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, cache_enabled=False):
             loss = self.loss(ids, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.params, self.spec["clip"])
@@ -492,10 +493,10 @@ def best_rate(contender: Contender, task: str, lines: dict[str, Line], teacher_l
     return grid.best(results)
 
 
-def next_specs(lines: dict[str, Line]) -> Iterator[Spec]:
-    """Yield the runs that can start now, most important first."""
+def next_specs(lines: dict[str, Line], tasks: Sequence[str]) -> Iterator[Spec]:
+    """Yield the runs of these tasks that can start now, most important first."""
     for contender in CONTENDERS:
-        for task in TASKS:
+        for task in tasks:
             teacher_lr = best_rate(DENSE, task, lines, None)
             if contender != DENSE and teacher_lr is None:
                 continue
@@ -612,6 +613,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phase", choices=["prepare", "run", "report"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS])
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, on a GPU")
     parser.add_argument("--results", type=Path, default=PATH)
@@ -623,7 +625,9 @@ def main() -> int:
         report(Ledger(options.results, Path(__file__)).lines())
     else:
         torch.set_float32_matmul_precision("high")
-        specs = next_specs if options.specs is None else json.loads(options.specs.read_text(encoding="utf-8"))
+        specs: Any = partial(next_specs, tasks=options.tasks)
+        if options.specs is not None:
+            specs = json.loads(options.specs.read_text(encoding="utf-8"))
         run_specs(specs, options.device, options.seconds, options.results, options.at_once)
     return 0
 
