@@ -66,12 +66,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
     "tt": TT,
     "dense as tt": {"form": "dense", "as_large_as": "tt"},
-    "tt 0.2": {**TT, "target": 0.2},
+    "tt 0.2": {**TT, "target": 0.2, "gates_ratio": 1.0},
     "dense as tt 0.2": {"form": "dense", "as_large_as": "tt 0.2"},
     "low rank": {**TT, "form": "low-rank"},
     "cola": {**TT, "form": "cola"},
     "galore": {"form": "dense", "optimizer": "galore"},
-    **{name: {**TT, "target": target} for name, target in OTHER_TARGETS.items()},
+    **{name: {**TT, "target": target, "gates_ratio": 1.0} for name, target in OTHER_TARGETS.items()},
 }
 """Settings of each row: the format of the layers, and what else differs from `dense`."""
 SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
@@ -79,15 +79,19 @@ SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tt": {},
     "without gain": {"gain": 0.0},
-    "gates": {"gates": True},
-    "gates without gain": {"gates": True, "gain": 0.0},
+    "gates at 10 times the rate of the run": {"gates": True},
+    "the same without gain": {"gates": True, "gain": 0.0},
     "gates at the rate of the run": {"gates": True, "control": 1.0},
-    "gates at the rate of the cores": {"gates": True, "control": 1 / 9},
-    "target 0.5": {"target": 0.5},
+    "target 0.5, gates at 10 times the rate of the run": {"target": 0.5},
     "target 0.5, gates at the rate of the run": {"target": 0.5, "control": 1.0},
-    "target 0.5, gates at the rate of the cores": {"target": 0.5, "control": 1 / 9},
+    "target 0.5, gates at the rate of the cores": {"target": 0.5, "gates_ratio": 1.0},
+    "target 0.5, fixed gates": {"target": 0.5, "control": 0.0},
     "muon": {"optimizer": "muon on cores"},
     "rates by rms": {"power": 0.5},
+    "rates by rms, in full": {"power": 1.0},
+    "rates by rms, weight decay": {"power": 0.5, "weight_decay": 0.1},
+    "rates by rms, gates at the rate of the cores": {"power": 0.5, "gates": True, "gates_ratio": 1.0},
+    "gates at the rate of the cores": {"gates": True, "gates_ratio": 1.0},
     "clipped gradients": {"clip": 1.0},
     "rates as in LoRA+": {"last_core": 4.0},
     "muon with current norms": {"optimizer": "muon on cores", "current_norms": True},
@@ -96,7 +100,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weight decay of the product": {"product_decay": 0.1},
     "longer warm-up": {"warm_up": 0.3},
     "svd after 300 dense steps": {"dense_steps": 300},
-    "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt"},
+    "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt", "gates_ratio": 1.0},
+    "ranks removed late, gates at 10 times the rate": {"rank": 24, "embedding_rank": 24, "target": "tt"},
     "more ranks in attention": {"rank": {"attention": 22, "rest": 12}},
     "more ranks in feed-forward": {"rank": {"attention": 10, "rest": 20}},
     "more ranks in the embedding": {"rank": 14, "embedding_rank": 24},
@@ -281,9 +286,8 @@ def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
     """Return parameter groups with the rates of a run."""
     lr, layers, embedding = spec["lr"], spec["lr"] * spec["layers_ratio"], spec["lr"] * spec["embedding_ratio"]
     rates = {"core_lr": layers, "embedding_core_lr": embedding, "embedding_lr": embedding}
-    groups = sc.param_groups(
-        model, weight_decay=spec.get("weight_decay", 0.0), control_lr=spec.get("control", 10.0) * lr, **rates
-    )
+    gates = layers * spec["gates_ratio"] if "gates_ratio" in spec else lr * spec.get("control", 10.0)
+    groups = sc.param_groups(model, weight_decay=spec.get("weight_decay", 0.0), control_lr=gates, **rates)
     result = []
     for group in groups:
         if spec["form"] == "dense" and group["role"] == "matrix":

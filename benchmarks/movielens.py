@@ -171,15 +171,15 @@ def build(spec: Spec, sizes: tuple[int, ...], num_numeric: int) -> tuple[nn.Modu
     config = DLRMConfig(num_numeric, sizes, spec["dim"], bottom_mlp=[64], top_mlp=[64, 32])
     model = DLRM(config)
     kind, budget, dim = spec["kind"], spec["budget"], spec["dim"]
-    if kind in ("tt", "tt-gates", "tt-adapter"):
+    if kind.startswith("tt"):
         # An adapter starts with ten times as many parameters as it ends with.
-        begin = budget * 10 if kind == "tt-adapter" else budget
+        begin = budget * 10 if kind.startswith("tt-adapter") else budget
         rank = max(rank for rank in range(1, 1000) if tt_numel(sizes, dim, rank, spec["modes"]) <= begin or rank == 1)
         options = {"rank": rank, "num_modes": spec["modes"]}
         sc.tensorize(model, {"tables.*": options}, filter_fn=lambda name, layer: True)
         if kind == "tt":
             return model, None
-        target = 1.0 if kind == "tt-gates" else 0.995 * budget  # within the adapter's tolerance
+        target = 1.0 if kind.startswith("tt-gates") else 0.995 * budget  # within the adapter's tolerance
         return model, sc.RankAdapter(model, size_target=target, steps=SHRINK_STEPS)
     if kind in ("hash", "qr"):
         # Quotient and remainder need some rows for each table; the other rows are shared out by size.
@@ -228,7 +228,8 @@ def run_training(spec: Spec) -> Line:
     for table in model.tables:  # type: ignore[union-attr]
         table.register_forward_hook(keep_rows)
     rate = spec["lr"] * spec["table_rate"]
-    groups = sc.param_groups(model, embedding_lr=rate, core_lr=rate, embedding_core_lr=rate, control_lr=10 * spec["lr"])
+    gates = 10 * spec["lr"] if spec["kind"].endswith("-fast") else rate
+    groups = sc.param_groups(model, embedding_lr=rate, core_lr=rate, embedding_core_lr=rate, control_lr=gates)
     optimizer = torch.optim.AdamW(groups, lr=spec["lr"], weight_decay=0.0)
     averages = [param.detach().clone() for param in model.parameters()]
     best: dict[str, Any] = {"dev_auc": 0.0}
@@ -247,7 +248,7 @@ def run_training(spec: Spec) -> Line:
             averages = [param.detach().clone() for param in model.parameters()]
         now = [param.detach() for param in model.parameters()]
         torch._foreach_lerp_(averages, now, 1 - min(DECAY, step / (step + 9)))
-        if step % EVERY or (spec["kind"] == "tt-adapter" and step <= SHRINK_STEPS):
+        if step % EVERY or (spec["kind"].startswith("tt-adapter") and step <= SHRINK_STEPS):
             continue
         kept = [param.clone() for param in now]
         torch._foreach_copy_(now, averages)

@@ -10,9 +10,9 @@
 CoMERA (arXiv 2405.14377) pre-trains a CodeBERT-like model with 4.23 times fewer parameters and reports half the time.
 Here an encoder of width 256 and 4 layers reads the Python standard library. As in optim_tasks.py, it is BERT with
 rotary positions, because a model of this size with learned positions hardly learns anything in minutes. The embedding
-and the output layer tied to it are dense, with 512 ids. TT layers learn at a third of the embedding's rate; a dense
-model with the same ratio of rates is swept too. The optimizer is AdamW. Results are in
-benchmarks/results/tensor-code.jsonl; no run is repeated.
+and the output layer tied to it are dense, with 512 ids. The rival of equal size is a dense model of width 120. The
+optimizer is AdamW. For TT layers, three ratios of the cores' rate to that of the run are swept, and for the dense model
+two. Results are in benchmarks/results/tensor-code.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -28,23 +28,31 @@ from resumable import Grid, Spec
 from small_models import text
 
 CONFIG = Path(__file__).with_name("bert-rotary.json")
-WIDE = {"hidden_size": 256, "embedding_size": 256, "intermediate_size": 1024}
+INIT = 0.02 * 3**0.5
+"""Standard deviation of the first weights: BERT's 0.02 at width 768, scaled by 1 / sqrt(width)."""
+WIDE = {"hidden_size": 256, "embedding_size": 256, "intermediate_size": 1024, "initializer_range": INIT}
 RANKS = {"*attention*": 35, "*.dense": 55}
 """Ranks with 4.24 times fewer parameters in total: 794,216 instead of 3,366,144."""
 FULL = {"hidden_size": 768, "embedding_size": 768, "intermediate_size": 3072}
 FULL_RANKS = {"*attention*": 100, "*.dense": 150}
 """Ranks with the same factor at the width of CodeBERT, where only step times are measured."""
 AT_FULL = ", width 768"
-THIRD = "dense, third"
-"""A dense model whose layers learn at a third of the embedding's rate, as TT layers do."""
+NARROW = {**WIDE, "hidden_size": 120, "embedding_size": 120, "intermediate_size": 480}
+NARROW["initializer_range"] = 0.02 * (768 / 120) ** 0.5
+LAYERS = {"dense, third": 1 / 3, "cores": 1 / 3, "cores, ninth": 1 / 9, "cores, whole": 1.0}
+"""Rate of the layers as a multiple of that of the run, 1 if not given."""
 SEQ_LEN, BATCH = 128, 16
 
 
 def build_recipe(spec: Spec) -> dict[str, Any]:
-    rate, embedding = (spec["lr"] / 3, 3.0) if spec["form"] == THIRD else (spec["lr"], 1.0)
+    form, ratio = spec["form"], LAYERS.get(spec["form"], 1.0)
+    is_tt = form.startswith("cores")
+    # A dense model's layers have the rate of the run, and its embedding a multiple of it.
+    rate, embedding = (spec["lr"], 1.0) if is_tt else (spec["lr"] * ratio, 1.0 / ratio)
+    shape = NARROW if form == "narrow" else WIDE
     recipe = {
         "name": "code",
-        "model": {"task": "masked-lm", "hf": str(CONFIG), "attention": "eager", "overrides": WIDE},
+        "model": {"task": "masked-lm", "hf": str(CONFIG), "attention": "eager", "overrides": shape},
         "data": {**text("python"), "tokenizer": {"bpe": 512}, "seq_len": SEQ_LEN},
         "optim": {
             "name": "adamw",
@@ -63,7 +71,7 @@ def build_recipe(spec: Spec) -> dict[str, Any]:
             "device": "cpu",
         },
     }
-    return {**recipe, "tensor": {"rank": RANKS}} if spec["form"] == "cores" else recipe
+    return {**recipe, "tensor": {"rank": RANKS, "lr_scale": ratio}} if is_tt else recipe
 
 
 def make_step(form: str) -> Callable[[], object]:
@@ -74,7 +82,7 @@ def make_step(form: str) -> Callable[[], object]:
 
     config = RoFormerConfig.from_json_file(str(CONFIG))
     full = form.endswith(AT_FULL)
-    config.update(FULL if full else WIDE)
+    config.update(FULL if full else NARROW if form == "narrow" else WIDE)
     model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
     if form.startswith("cores"):
         sc.tensorize(model, FULL_RANKS if full else RANKS)
@@ -85,7 +93,7 @@ def make_step(form: str) -> Callable[[], object]:
 COMPARISON = Comparison(
     script=Path(__file__),
     results=RESULTS / "tensor-code.jsonl",
-    forms=("dense", "cores"),
+    forms=("dense", "cores", "narrow"),
     grid=Grid([0.125e-3, 0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3], start=3),
     steps=500,
     seeds=range(1, 4),
@@ -93,7 +101,7 @@ COMPARISON = Comparison(
     build_recipe=build_recipe,
     make_step=make_step,
     longer=2000,
-    tried=(THIRD,),
+    tried=("dense, third", "cores, ninth", "cores, whole"),
     clocked=(f"dense{AT_FULL}", f"cores{AT_FULL}"),
 )
 

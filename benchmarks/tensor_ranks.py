@@ -9,8 +9,8 @@
 
 The decoder is that of optim_quality.py with TT layers of rank 24. The ranks are reduced over the first half of the run.
 `not held` is the paper's schedule alone; all other schedules are forced to the target at the end. Rank gates learn at
-ten times the rate of the run, about as in the code of the paper's authors; in `slow controls`, at the run's rate. Rows
-`with controls` prune nothing and show how such a fast-learning scale of each rank affects training.
+the rate of the cores; `fast gates` at ten times the rate of the run, about as in the code of the paper's authors. Rows
+`with gates` prune nothing and show how the scale of each rank affects training.
 Halfway through the run, `importance, all at once` prunes the ranks that matter least to the loss, and `one cut` prunes
 those that contribute least to the weights.
 
@@ -61,30 +61,32 @@ STARTS = (
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 SMALL_RANKS = {0.5: 16, 0.2: 9}  # equal ranks whose cores have at least as many parameters
 LATE = {"schedule": "paper", "early_steps": 75, "beta": 1e-4}
+FAST = {"control_lr_scale": 10.0}
+"""The price of the paper's schedule moves the gates, which takes this rate."""
 KEPT = {"size_target": 0.99, "adapter": {"schedule": "paper", "gamma": 0.0}}
 """Settings with rank gates that are never pruned."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "importance": {},
-    "importance, slow controls": {"control_lr_scale": 1.0},
+    "importance, fast gates": FAST,
     "importance, all at once": {"adapter": {"begin": 149}},
     "one cut": {"adapter": {"schedule": "paper", "gamma": 0.0}},
-    "paper, early, gamma 0.1": {"adapter": {"schedule": "paper", "gamma": 0.1}},
-    "paper, early, gamma 1": {"adapter": {"schedule": "paper", "gamma": 1.0}},
-    "paper, late": {"adapter": {**LATE, "gamma": 0.1}},
-    "paper, late, not held": {"adapter": {**LATE, "gamma": 0.1, "hold": False}},
-    "paper, late, gamma 1, not held": {"adapter": {**LATE, "gamma": 1.0, "hold": False}},
+    "paper, early, gamma 0.1": {**FAST, "adapter": {"schedule": "paper", "gamma": 0.1}},
+    "paper, early, gamma 1": {**FAST, "adapter": {"schedule": "paper", "gamma": 1.0}},
+    "paper, late": {**FAST, "adapter": {**LATE, "gamma": 0.1}},
+    "paper, late, not held": {**FAST, "adapter": {**LATE, "gamma": 0.1, "hold": False}},
+    "paper, late, gamma 1, not held": {**FAST, "adapter": {**LATE, "gamma": 1.0, "hold": False}},
 }
 """Further keys of the recipe's `tensor` section for each schedule, next to ranks and target."""
-SMALL = ("small from the start", "small from the start, with controls")
-MAIN = (*SMALL, "importance", "paper, late")
+SMALL = ("small from the start", "small from the start, with gates")
+MAIN = (*SMALL, "importance", "importance, fast gates", "paper, late")
 """Schedules run at every target and with every seed; the others run at the lowest target with the first seed."""
-WHOLE = ("all ranks", "all ranks, with controls")
+WHOLE = ("all ranks", "all ranks, with gates")
 
 
 def run_spec(schedule: str, target: float, seed: int) -> Spec:
     """Return the specification of one run, as plain values."""
     tensor: dict[str, Any] = {"rank": SMALL_RANKS[target] if schedule in SMALL else RANK}
-    if schedule.endswith("with controls"):
+    if schedule.endswith("with gates"):
         tensor |= KEPT
     elif schedule not in (*SMALL, *WHOLE):
         tensor |= {"size_target": target, "truncate_every": 25, **SCHEDULES[schedule]}

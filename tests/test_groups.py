@@ -281,6 +281,9 @@ def test_rank_gates_take_a_separate_lr() -> None:
     rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
     assert {name for name, rate in rates.items() if rate == 1e-1} == {name for name in rates if ".rank_gates." in name}
     assert {name for name, rate in rates.items() if rate == 1e-3} == {name for name in rates if ".cores." in name}
+    for groups, rate in ((param_groups(net, core_lr=1e-3), 1e-3), (param_groups(net), None)):
+        own = [group.get("lr") for group in groups for name, _ in group["params"] if ".rank_gates." in name]
+        assert own == [rate] * len(own), "the rate of the cores"
     with pytest.raises(UserError, match="control_lr must be at least 0; given nan"):
         param_groups(net, control_lr=float("nan"))
 

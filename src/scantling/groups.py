@@ -69,9 +69,8 @@ def param_groups(
             Default: the rate of the optimizer.
         embedding_core_lr: learning rate of the cores of embeddings, also in separate groups. A row rarely has a
             gradient, so tables need a higher rate than matrices. Default: the rate of the optimizer.
-        control_lr: learning rate of the rank gates of a `RankAdapter`, also in separate groups. A gate starts at 1, and
-            an optimizer that normalizes moves it by at most its rate per step; ten times the rate of the optimizer is a
-            good start in runs of hundreds of steps. Default: the rate of the optimizer.
+        control_lr: learning rate of the rank gates of a `RankAdapter`, also in separate groups. A gate scales its rank
+            in the whole weight, so a higher rate than that of the cores makes training unstable. Default: `core_lr`.
         embedding_lr: learning rate of parameters of role `embedding` that are not cores, also in separate groups. T5
             starts with entries of 1, ten times or more those of its matrices, and learns faster with ten times the
             rate.
@@ -99,7 +98,7 @@ def param_groups(
         ("embedding_lr", tables - cores, embedding_lr),
         ("core_lr", cores - tables, core_lr),
         ("embedding_core_lr", tables & cores, embedding_core_lr),
-        ("control_lr", controls, control_lr),
+        ("control_lr", controls, core_lr if control_lr is None else control_lr),
     ):
         if rate is not None:
             if not rate >= 0.0:

@@ -72,7 +72,7 @@ def came(
             no effect.
         core_lr: for the TT cores of linear layers; a third of `lr` is a good start. Default: `lr`.
         embedding_core_lr: for the TT cores of embeddings. Default: `lr`.
-        control_lr: for the rank gates of a `RankAdapter`; ten times `lr` is a good start. Default: `lr`.
+        control_lr: for the rank gates of a `RankAdapter`. Default: `core_lr`.
         embedding_lr: for embeddings; for T5 ten times `lr` is a good start. Default: `lr`.
         betas, eps, clip_threshold, debias, momentum, rounding: as in `scantling.CAME`.
         factor, confidence, maximize, foreach, capturable: as in `scantling.CAME`.

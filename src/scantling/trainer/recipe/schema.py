@@ -260,9 +260,9 @@ class TensorSection(Section):
     once."""
     embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of the TT cores of embeddings as a multiple of `optim.lr`. A row is looked up in few steps."""
-    control_lr_scale: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
-    """Learning rate of the rank gates as a multiple of `optim.lr`. Gates start at 1 and change by at most their
-    learning rate per step."""
+    control_lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the rank gates as a multiple of `optim.lr`, by default that of the cores. A gate scales its rank
+    in the whole weight, so higher rates make training unstable."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Target size of the TT layers: a share of their size if at most 1, or else a size in `unit`. Default: no target.
     """
