@@ -117,7 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
 RATES = [0.25e-3 * 2**power for power in range(7)]
-RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0]
+RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0, 9.0]
 
 
 def coordinates(settings: Mapping[str, Any]) -> dict[str, Grid]:
@@ -671,6 +671,7 @@ def main() -> int:
     parser = command_line(__doc__, ("sweep", "seeds", "variants", "report"), RESULT_FILE)
     parser.add_argument("--size", choices=[*SIZES], default="small")
     parser.add_argument("--only", nargs="+", help="names of rows or variants")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=DATA, help="seeds: data sets")
     options = parser.parse_args()
     if options.phase == "one":
         spec = json.loads(options.spec)
@@ -682,9 +683,9 @@ def main() -> int:
         own = [row for row in rows if row not in SHARED]
         side_by_side(options.jobs, partial(run_search, ledger, options.size), own)
     elif options.phase == "seeds":
-        for data in DATA:
+        for data in options.data:
             ledger.run(bag_spec(data))
-        items = [(seed, data, row) for seed in SEEDS for data in DATA for row in rows]
+        items = [(seed, data, row) for seed in SEEDS for data in options.data for row in rows]
         side_by_side(options.jobs, partial(run_seeds, ledger, options.size), items)
     elif options.phase == "variants":
         names = [name for name in VARIANTS if options.only is None or name in options.only]
