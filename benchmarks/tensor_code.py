@@ -40,7 +40,7 @@ AT_FULL = ", width 768"
 NARROW = {**WIDE, "hidden_size": 120, "embedding_size": 120, "intermediate_size": 480}
 NARROW["initializer_range"] = 0.02 * (768 / 120) ** 0.5
 LAYERS = {"dense, third": 1 / 3, "cores": 1 / 3, "cores, ninth": 1 / 9, "cores, whole": 1.0}
-"""Rate of the layers as a multiple of that of the run, 1 if not given."""
+"""Learning rate of the layers as a multiple of `lr`, 1 if not given."""
 SEQ_LEN, BATCH = 128, 16
 
 
