@@ -21,6 +21,7 @@ from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
+from scantling.trainer.recipe.schema import TensorSection
 from scantling.trainer.training.build import build_run_model
 from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.checkpoint_manifest import read_manifest
@@ -309,3 +310,10 @@ def test_lr_scale_applies_to_cores_of_layers_only(tmp_path: Path) -> None:
     layers = {name for name in rates if ".cores." in name and "embed" not in name}
     assert {rates[name] for name in layers} == {0.0015}
     assert {rate for name, rate in rates.items() if name not in layers} == {0.003}
+
+
+@pytest.mark.parametrize(("scales", "expected"), [({}, 0.0015), ({"control_lr_scale": 2.0}, 0.006)])
+def test_rank_gates_learn_at_the_rate_of_the_cores_by_default(scales: dict[str, float], expected: float) -> None:
+    section = TensorSection(lr_scale=0.5, size_target=0.5, **scales)
+    assert section.rates(0.003)["control_lr"] == pytest.approx(expected)
+    assert section.rates(0.003)["core_lr"] == pytest.approx(0.0015)

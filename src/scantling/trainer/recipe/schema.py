@@ -260,9 +260,9 @@ class TensorSection(Section):
     once."""
     embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of the TT cores of embeddings as a multiple of `optim.lr`. A row is looked up in few steps."""
-    control_lr_scale: float = Field(default=1 / 3, gt=0.0, allow_inf_nan=False)
-    """Learning rate of the rank gates as a multiple of `optim.lr`, by default that of the cores. A gate scales its rank
-    in the whole weight, so higher rates make training unstable."""
+    control_lr_scale: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Learning rate of the rank gates as a multiple of `optim.lr`. A gate scales its rank in the whole weight, so a
+    higher rate than that of the cores makes training unstable. Default: `lr_scale`."""
     size_target: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Target size of the TT layers: a share of their size if at most 1, or else a size in `unit`. Default: no target.
     """
@@ -277,10 +277,11 @@ class TensorSection(Section):
 
     def rates(self, lr: float) -> dict[str, float]:
         """Return the learning rates of TT cores and rank gates for `scantling.param_groups`, given the run's rate."""
+        control = self.lr_scale if self.control_lr_scale is None else self.control_lr_scale
         return {
             "core_lr": self.lr_scale * lr,
             "embedding_core_lr": self.embedding_lr_scale * lr,
-            "control_lr": self.control_lr_scale * lr,
+            "control_lr": control * lr,
         }
 
     def rank_options(self, steps: int) -> dict[str, Any]:
