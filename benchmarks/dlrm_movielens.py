@@ -8,7 +8,8 @@ The model predicts whether a user rates a movie 4 or higher (movielens.py). Its 
 genres, have 391,168 parameters at width 64. Contenders have 10 or 99 times fewer: narrower dense tables, TT tables, TT
 tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, the hashing trick, and quotient-remainder
 tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model, at its settings,
-without ids of movies; they show the value of the tables.
+without ids of movies; they show the value of the tables. Rank gates learn at the rate of the cores, and `fast` gates at
+ten times the rate of the run.
 
 Every contender is tuned by coordinate descent over its settings. At the full width and at 99 times, this takes up to 25
 runs for dense and 21 for compressed tables; at 10 times, where rates are tuned once, up to 14 for each. All have the

@@ -54,8 +54,8 @@ SIZES: dict[str, dict[str, int]] = {
     "full": {"width": 256, "layers": 6, **PAPER_RANKS},
 }
 SWEEP_STEPS = {"tiny": 1000, "small": 1500, "full": 1500}
-EPOCHS = 14
-"""Epochs of the runs of `seeds`: 3,094 steps on Banking77, 5,894 on CLINC150."""
+SEED_STEPS = {"banking77": 3094, "clinc150": 5894}
+"""Steps of the runs of `seeds`: 14 epochs."""
 SEEDS = (1, 2, 3, 4, 5)
 BATCH, WARM_UP, DROPOUT = 32, 0.1, 0.1
 BEGIN, END = 0.3, 0.7
@@ -66,12 +66,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
     "tt": TT,
     "dense as tt": {"form": "dense", "as_large_as": "tt"},
-    "tt 0.2": {**TT, "target": 0.2, "gates_ratio": 1.0},
+    "tt 0.2": {**TT, "target": 0.2},
     "dense as tt 0.2": {"form": "dense", "as_large_as": "tt 0.2"},
     "low rank": {**TT, "form": "low-rank"},
     "cola": {**TT, "form": "cola"},
     "galore": {"form": "dense", "optimizer": "galore"},
-    **{name: {**TT, "target": target, "gates_ratio": 1.0} for name, target in OTHER_TARGETS.items()},
+    **{name: {**TT, "target": target} for name, target in OTHER_TARGETS.items()},
 }
 """Settings of each row: the format of the layers, and what else differs from `dense`."""
 SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
@@ -79,19 +79,19 @@ SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tt": {},
     "without gain": {"gain": 0.0},
-    "gates at 10 times the rate of the run": {"gates": True},
-    "the same without gain": {"gates": True, "gain": 0.0},
+    "gates at 10 times the rate of the run": {"gates": True, "control": 10.0},
+    "gates at 10 times the rate of the run, without gain": {"gates": True, "control": 10.0, "gain": 0.0},
     "gates at the rate of the run": {"gates": True, "control": 1.0},
-    "target 0.5, gates at 10 times the rate of the run": {"target": 0.5},
+    "target 0.5, gates at 10 times the rate of the run": {"target": 0.5, "control": 10.0},
     "target 0.5, gates at the rate of the run": {"target": 0.5, "control": 1.0},
-    "target 0.5, gates at the rate of the cores": {"target": 0.5, "gates_ratio": 1.0},
+    "target 0.5, gates at the rate of the cores": {"target": 0.5},
     "target 0.5, fixed gates": {"target": 0.5, "control": 0.0},
     "muon": {"optimizer": "muon on cores"},
     "rates by rms": {"power": 0.5},
     "rates by rms, in full": {"power": 1.0},
     "rates by rms, weight decay": {"power": 0.5, "weight_decay": 0.1},
-    "rates by rms, gates at the rate of the cores": {"power": 0.5, "gates": True, "gates_ratio": 1.0},
-    "gates at the rate of the cores": {"gates": True, "gates_ratio": 1.0},
+    "rates by rms, gates at the rate of the cores": {"power": 0.5, "gates": True},
+    "gates at the rate of the cores": {"gates": True},
     "clipped gradients": {"clip": 1.0},
     "rates as in LoRA+": {"last_core": 4.0},
     "muon with current norms": {"optimizer": "muon on cores", "current_norms": True},
@@ -100,8 +100,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weight decay of the product": {"product_decay": 0.1},
     "longer warm-up": {"warm_up": 0.3},
     "svd after 300 dense steps": {"dense_steps": 300},
-    "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt", "gates_ratio": 1.0},
-    "ranks removed late, gates at 10 times the rate": {"rank": 24, "embedding_rank": 24, "target": "tt"},
+    "ranks removed late": {"rank": 24, "embedding_rank": 24, "target": "tt"},
+    "ranks removed late, gates at 10 times the rate of the run": {
+        "rank": 24,
+        "embedding_rank": 24,
+        "target": "tt",
+        "control": 10.0,
+    },
     "more ranks in attention": {"rank": {"attention": 22, "rest": 12}},
     "more ranks in feed-forward": {"rank": {"attention": 10, "rest": 20}},
     "more ranks in the embedding": {"rank": 14, "embedding_rank": 24},
@@ -112,7 +117,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense embedding": {"embedding_rank": 0},
     "init of 0.02": {"init_std": 0.02},
     "init of 0.02 without gain": {"init_std": 0.02, "gain": 0.0},
-    "init of 0.02, gates without gain": {"init_std": 0.02, "gates": True, "gain": 0.0},
+    "init of 0.02, gates at 10 times the rate of the run, without gain": {
+        "init_std": 0.02,
+        "gates": True,
+        "control": 10.0,
+        "gain": 0.0,
+    },
     "dense, init of 0.02": {"form": "dense", "init_std": 0.02},
 }
 """Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
@@ -286,30 +296,28 @@ def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
     """Return parameter groups with the rates of a run."""
     lr, layers, embedding = spec["lr"], spec["lr"] * spec["layers_ratio"], spec["lr"] * spec["embedding_ratio"]
     rates = {"core_lr": layers, "embedding_core_lr": embedding, "embedding_lr": embedding}
-    gates = layers * spec["gates_ratio"] if "gates_ratio" in spec else lr * spec.get("control", 10.0)
-    groups = sc.param_groups(model, weight_decay=spec.get("weight_decay", 0.0), control_lr=gates, **rates)
+    control = lr * spec["control"] if "control" in spec else None
+    groups = sc.param_groups(model, weight_decay=spec.get("weight_decay", 0.0), control_lr=control, **rates)
     result = []
     for group in groups:
         if spec["form"] == "dense" and group["role"] == "matrix":
             group["lr"] = layers
-        gains = [item for item in group["params"] if item[0].endswith("log_gain")]
-        rest = [item for item in group["params"] if not item[0].endswith("log_gain")]
-        result += [{**group, "params": rest}] if rest else []
-        result += [{**group, "params": gains, "lr": lr * spec.get("gain", 1.0)}] if gains else []
+        gains = {id(param) for name, param in group["params"] if name.endswith("log_gain")}
+        result += split_group(group, gains, lr * spec.get("gain", 1.0))
     if spec.get("power"):
         result = [one for group in result for one in split_by_rms(group, model, spec["power"])]
     if spec.get("last_core"):
-        result = [one for group in result for one in split_last_cores(group, model, spec["last_core"])]
+        last = {id(layer.chain[-1]) for layer in model.modules() if isinstance(layer, TTLinear)}
+        result = [one for group in result for one in split_group(group, last, spec["last_core"] * group.get("lr", lr))]
     return result
 
 
-def split_last_cores(group: dict[str, Any], model: nn.Module, factor: float) -> Iterator[dict[str, Any]]:
-    """Yield the group without the last cores of linear layers, at the output, and one of them at a higher rate."""
-    last = {id(layer.chain[-1]) for layer in model.modules() if isinstance(layer, TTLinear)}
-    mine = [item for item in group["params"] if id(item[1]) in last]
-    rest = [item for item in group["params"] if id(item[1]) not in last]
+def split_group(group: dict[str, Any], ids: set[int], lr: float) -> Iterator[dict[str, Any]]:
+    """Yield the group without the parameters of these ids, and one of them at another rate; no empty group."""
+    mine = [item for item in group["params"] if id(item[1]) in ids]
+    rest = [item for item in group["params"] if id(item[1]) not in ids]
     yield from [{**group, "params": rest}] if rest else []
-    yield from [{**group, "params": mine, "lr": factor * group["lr"]}] if mine else []
+    yield from [{**group, "params": mine, "lr": lr}] if mine else []
 
 
 def split_by_rms(group: dict[str, Any], model: nn.Module, power: float) -> Iterator[dict[str, Any]]:
@@ -557,8 +565,7 @@ def best_rates(lines: Mapping[str, Line], row: str, size: str) -> dict[str, floa
 
 
 def seed_spec(row: str, rates: Mapping[str, float], size: str, data: str, seed: int) -> Spec:
-    steps = EPOCHS * (len(read_arrays(data)["train"][0]) // BATCH)
-    return make_spec(ROWS[row], rates, size, data=data, dev=False, seed=seed, steps=steps)
+    return make_spec(ROWS[row], rates, size, data=data, dev=False, seed=seed, steps=SEED_STEPS[data])
 
 
 def bag_spec(data: str) -> Spec:
@@ -655,8 +662,8 @@ def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], rates:
 def report(lines: Mapping[str, Line], size: str) -> None:
     print(f"rates by search on the dev set of {DATA[0]}, {size}, {SWEEP_STEPS[size]} steps, seed 0")
     for row, settings in ROWS.items():
-        spec, rates = search_row(lines, row, size)
-        if row not in SHARED and rates is not None:
+        spec, rates = (None, None) if row in SHARED else search_row(lines, row, size)
+        if rates is not None:
             print(f"  {row:32}{report_search(lines, settings, rates, size)}{'' if spec is None else '   not ended'}")
     print("variants of `tt`")
     for name in VARIANTS:

@@ -68,7 +68,9 @@ def test_sparse_and_diagonal_residuals_start_at_zero_and_are_trained() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tt", "target 0.5", "muon with current norms", "init by spectrum", "sparse residual"])
+@pytest.mark.parametrize(
+    "name", ["tt", "target 0.5, fixed gates", "muon with current norms", "init by spectrum", "sparse residual"]
+)
 def test_variant_learns(name: str, data_folder: Path) -> None:
     import intent_accuracy as intent
 
