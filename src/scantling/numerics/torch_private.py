@@ -243,6 +243,22 @@ def fsdp_state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
+def fsdp_managed_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the modules whose parameters `fully_shard` manages, anywhere inside a module.
+
+    A managed parameter is a DTensor only while it is sharded.
+    """
+    managed: set[nn.Module] = set()
+    for part in module.modules():
+        if hasattr(part, "_get_fsdp_state"):
+            state = fsdp_state(part)
+            # PyTorch 2.12 and older have one group.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            infos = [param._module_info for group in groups if group is not None for param in group.fsdp_params]
+            managed.update(owner for info in infos for owner in (info.module, *info.shared_modules))
+    return managed
+
+
 def checkpoint_storage_info(file: str, offset: int, length: int) -> Any:
     """Return the place of a tensor in a distributed checkpoint. The index has to be built from private classes."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

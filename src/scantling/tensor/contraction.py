@@ -384,9 +384,14 @@ def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool
         trees: merge orders of the blocks.
         num_orders: number of orders that the blocks belong to.
     """
-    blocks = [core_indices(tree) for tree in trees]
     core_numel = sum(_numel(chain, core, core) for core in range(len(chain.sizes)))
-    return sum(_numel(chain, block[0], block[-1]) for block in blocks) <= num_orders * MAX_KEPT * core_numel
+    return block_numel(chain, trees) <= num_orders * MAX_KEPT * core_numel
+
+
+def block_numel(chain: Network, trees: Iterable[Tree]) -> int:
+    """Return the number of elements in all merged blocks together."""
+    blocks = [core_indices(tree) for tree in trees]
+    return sum(_numel(chain, block[0], block[-1]) for block in blocks)
 
 
 def _numel(chain: Network, first: int, last: int) -> int:
@@ -426,18 +431,24 @@ def _make_step(chain: Network, first: int, last: int) -> Step:
     return Step(_best_merge(chain, first, last)[2], *chain.absorb(first, last))
 
 
-def merge_block(cores: Sequence[Tensor], tree: Tree) -> Tensor:
-    """Merge a block of cores into one core: (r, modes, r'), or (r, row modes, column modes, r')."""
+def merge_block(cores: Sequence[Tensor], tree: Tree, num_stack_dims: int = 0) -> Tensor:
+    """Merge a block of cores into one core: (r, modes, r'), or (r, row modes, column modes, r').
+
+    Args:
+        cores: cores of one chain, or of several equal chains with this number of stack dims in front.
+        tree: merge order.
+        num_stack_dims: number of dims before r.
+    """
     if isinstance(tree, int):
         return cores[tree]
-    left, right = merge_block(cores, tree[0]), merge_block(cores, tree[1])
-    # (r modes, r_k) (r_k, modes' r')
-    product = left.flatten(0, -2) @ right.flatten(1)
-    if left.ndim == 3:  # one mode per core
-        return product.view(left.shape[0], left.shape[1] * right.shape[1], right.shape[-1])
-    # (r, m, n, m', n', r'): bring both row modes before both column modes.
-    pairs = product.view(*left.shape[:-1], *right.shape[1:]).transpose(2, 3)
-    return pairs.reshape(left.shape[0], left.shape[1] * right.shape[1], left.shape[2] * right.shape[2], right.shape[-1])
+    left, right = (merge_block(cores, part, num_stack_dims) for part in tree)
+    *stack, rank = left.shape[: num_stack_dims + 1]
+    modes, others = left.shape[num_stack_dims + 1 : -1], right.shape[num_stack_dims + 1 : -1]
+    product = left.flatten(num_stack_dims, -2) @ right.flatten(num_stack_dims + 1)  # (r modes, r_k) (r_k, modes' r')
+    if len(modes) == 2:  # (r, m, n, m', n', r'): bring both row modes before both column modes
+        product = product.view(*stack, rank, *modes, *others, right.shape[-1]).transpose(-3, -4)
+    merged = [size * other for size, other in zip(modes, others, strict=True)]
+    return product.reshape(*stack, rank, *merged, right.shape[-1])
 
 
 def contract(

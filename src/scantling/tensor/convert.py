@@ -23,6 +23,7 @@ from scantling.errors import UserError
 from scantling.tensor.calibration import Calibration, calibrate
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.find_layers import Candidate, Filter, LayerFilter, Ranks, find_layers, is_embedding, is_linear
+from scantling.tensor.merging import stack_equal_layers
 from scantling.tensor.options import Format, linear_options
 from scantling.tensor.replace import (
     Init,
@@ -165,6 +166,7 @@ def tensorize(
     for candidate, layer in replacements:
         install(model, candidate, layer)
     fuse_shared_inputs(model)
+    stack_equal_layers(model)
     rename_tied_names(tied_names)
     if _has_pretrained_model(model):
         from scantling.tensor.pretrained import attach

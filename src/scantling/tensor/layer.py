@@ -22,8 +22,9 @@ counter.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.numerics.device import without_autocast
-from scantling.numerics.torch_private import own_parameters
+from scantling.numerics.torch_private import current_backward_id, own_parameters
 from scantling.tensor.contraction import (
     MAX_KEPT_ORDERS,
     Head,
@@ -77,6 +78,23 @@ class Formats(Protocol):
         """Product of the input and merged blocks of cores; None uses torch."""
 
 
+class Merging(Protocol):
+    """Forward pass of a model in which layers may be merged together."""
+
+    def blocks(self, layer: TTLayer, trees: Sequence[Tree]) -> list[Tensor] | None:
+        """Return the merged blocks of a layer; None if it has to merge them alone."""
+
+
+class _Active(threading.local):
+    """Running forward passes of this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.passes: list[Merging] = []
+
+
+active = _Active()
+
+
 class TTLayer(nn.Module):
     """Layer whose weight is a chain of TT cores.
 
@@ -101,11 +119,17 @@ class TTLayer(nn.Module):
         self._merged_once: dict[Tree, tuple[Tensor, Tensor]] | None = None  # a dict inside `merge_once`
         self._merged_kept: dict[Tree, Tensor] | None = None  # a dict inside `keep_merged`
         self._passes = 1
+        self._is_stacked = False
 
     @property
     def chain(self) -> list[Tensor]:
         """Cores in order, read without the slow `ParameterList`."""
         return [core for core in own_parameters(self.cores).values() if core is not None]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All that the weight consists of: cores, gain, and rank gates if there are any."""
+        return [*self.chain, self.log_gain, *(self.rank_gates or ())]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -192,7 +216,7 @@ class TTLayer(nn.Module):
         Pruned ranks do not affect scales, so removing them does not change the rounding, unless groups of neighbors
         share a scale.
         """
-        cores = self._with_gain_and_gates(self.chain)
+        cores = self._with_gain_and_gates()
         if self.formats is None:
             return cores
         if self.rank_gates is None:
@@ -208,14 +232,8 @@ class TTLayer(nn.Module):
         # Pruned slices pass unrounded: they must not set scales, but still get a gradient.
         return self.formats.core(active) + (core - active)
 
-    def _with_gain_and_gates(self, cores: list[Tensor]) -> list[Tensor]:
-        """Scale the last core by the gain, and the right bond of each other core by its gates: G_t D_t."""
-        gain = torch.exp(GAIN_RATE * self.log_gain)
-        cores = [*cores[:-1], cores[-1] * gain.to(cores[-1].dtype)]
-        if self.rank_gates is None:
-            return cores
-        gates = [threshold_gate(gate, self.threshold) for gate in self.rank_gates]
-        return [*(core * gate.to(core.dtype) for core, gate in zip(cores, gates, strict=False)), cores[-1]]
+    def _with_gain_and_gates(self) -> list[Tensor]:
+        return scale_cores(self.chain, self.log_gain, list(self.rank_gates or ()), self.threshold)
 
     def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
         """Return the merged blocks of a contraction order, in the dtype of the cores even under autocast.
@@ -230,15 +248,32 @@ class TTLayer(nn.Module):
             # Compiled code must not hold tensors of earlier passes.
             if torch.compiler.is_compiling():
                 return self._merge_blocks(trees)
-            if torch.is_grad_enabled() and self._merged_once is not None:
+            if not torch.is_grad_enabled():
+                return (
+                    self._merge_blocks(trees)
+                    if self._merged_kept is None
+                    else self._merge_kept(self._merged_kept, trees)
+                )
+            if self._merged_once is not None:
                 return self._merge_once(self._merged_once, trees)
-            if not torch.is_grad_enabled() and self._merged_kept is not None:
-                return self._merge_kept(self._merged_kept, trees)
-            return self._merge_blocks(trees)
+            return self._merge_for_pass(trees)
 
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         cores = self.gated_cores()
         return [merge_block(cores, tree) for tree in trees]
+
+    def _merge_for_pass(self, trees: Sequence[Tree]) -> list[Tensor]:
+        """Return blocks for a pass with gradients, merged together with those of other layers if possible."""
+        merging = active.passes[-1] if active.passes else None
+        blocks = None if merging is None else merging.blocks(self, trees)
+        if merging is not None:
+            self._is_stacked = blocks is not None
+        if blocks is not None:
+            return blocks
+        # A checkpoint that repeats a pass must save as many tensors as this pass, in which stacks saved none.
+        is_repeated = self._is_stacked and current_backward_id() != -1
+        with without_saving_hooks() if is_repeated else nullcontext():
+            return self._merge_blocks(trees)
 
     def _merge_once(self, shared: dict[Tree, tuple[Tensor, Tensor]], trees: Sequence[Tree]) -> list[Tensor]:
         missing = [tree for tree in trees if tree not in shared]
@@ -246,7 +281,7 @@ class TTLayer(nn.Module):
         if missing and not self._can_hold(shared, trees):
             return self._merge_blocks(trees)
         with without_saving_hooks():
-            blocks = self._merge_blocks(missing) if missing else []
+            blocks = self._merge_for_pass(missing) if missing else []
         for tree, block in zip(missing, blocks, strict=True):
             # Passes use a leaf, which collects the gradients of all passes; see `merge_once`.
             shared[tree] = block, block.detach().requires_grad_(block.requires_grad)
@@ -343,7 +378,7 @@ class TTLayer(nn.Module):
     def fold_gates(self) -> None:
         """Multiply gain and rank gates into the cores and drop the gates; the output does not change."""
         if self.rank_gates is not None:
-            self.set_core_values(self._with_gain_and_gates(self.chain))
+            self.set_core_values(self._with_gain_and_gates())
             self.rank_gates = None
 
     def num_parameters(self) -> int:
@@ -493,6 +528,28 @@ def without_saving_hooks() -> AbstractContextManager[object]:
     repeats its pass, in which everything is already merged.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
+def scale_cores(
+    cores: Sequence[Tensor], log_gain: Tensor, gates: Sequence[Tensor], threshold: float, num_stack_dims: int = 0
+) -> list[Tensor]:
+    """Scale the last core by the gain, and the right bond of each other core by its gates, if there are any: G_t D_t.
+
+    Args:
+        cores, log_gain, gates: those of one layer, or of several equal layers with this number of stack dims in front.
+        threshold: gates at or below it count as 0.
+        num_stack_dims: number of dims before those of one layer.
+    """
+
+    def scale(core: Tensor, factors: Tensor) -> Tensor:
+        ones = [1] * (core.ndim - factors.ndim)
+        return core * factors.to(core.dtype).view(*factors.shape[:num_stack_dims], *ones, -1)
+
+    last = scale(cores[-1], torch.exp(GAIN_RATE * log_gain))
+    if not gates:
+        return [*cores[:-1], last]
+    active = (threshold_gate(gate, threshold) for gate in gates)
+    return [*(scale(core, factors) for core, factors in zip(cores, active, strict=False)), last]
 
 
 def threshold_gate(gate: Tensor, threshold: float) -> Tensor:

@@ -25,6 +25,7 @@ from scantling.tensor.experts import TTExperts, is_fused_experts
 from scantling.tensor.find_layers import Candidate, is_embedding, is_linear
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
+from scantling.tensor.merging import stack_equal_layers
 from scantling.tensor.replace import Layer, build_layer, fill_layer, find_tt_layers, install
 from scantling.tensor.shared_input import fuse_shared_inputs
 from scantling.tensor.slicing import freeze_if_empty
@@ -103,6 +104,7 @@ def rebuild(model: nn.Module, entries: Mapping[str, Entry]) -> None:
         for param in layer.parameters():
             freeze_if_empty(param)
     fuse_shared_inputs(model)
+    stack_equal_layers(model)
 
 
 def _tied_modules(model: nn.Module) -> dict[str, list[str]]:

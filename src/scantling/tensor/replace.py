@@ -31,6 +31,7 @@ from scantling.tensor.find_layers import (
 )
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.linear import TTLinear
+from scantling.tensor.merging import stack_equal_layers
 from scantling.tensor.rank_adapter import find_adapter
 from scantling.tensor.whitened_svd import WhitenedWeight
 
@@ -286,6 +287,7 @@ def restore_dense_layers(model: nn.Module) -> None:
         replace_module(model, names[layer], layer, dense)
         if isinstance(layer, TTLinear) and layer.shared_input is not None:
             layer.shared_input.remove()  # its hooks are on the parent module, which stays
+    stack_equal_layers(model)  # removes their hooks
     restore_tied_names(model)
 
 

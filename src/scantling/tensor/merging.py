@@ -1,0 +1,204 @@
+"""Merging of the cores of equally shaped layers together, with one batched product per bond.
+
+A layer merges its cores in several small products, each with a backward pass of two. On a GPU, and for small layers on
+a CPU, launching them takes longer than computing them. So layers whose cores have equal shapes form a class. In each
+forward pass of the model, the first call of a layer of a class merges the blocks of all its layers: their cores are
+stacked, (layers, r, modes..., r'), and `torch.bmm` multiplies the stacks. The gradients of the cores come from stacked
+products, too.
+
+The parameters stay those of the layers, and nothing is kept beyond a pass. The layers of a class that are called
+with another contraction order, because they have other token counts, are merged for that order in the same way. The
+composition of the stacks depends on the model and on its calls alone, so that a resumed run repeats the same rounding.
+Cores of layers that were not used get no gradient. Layers are merged one by one under `torch.compile`, inside
+`torch.func`, without gradients, if their cores are sharded, and if a block is so large that stacking saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from scantling.numerics.device import without_autocast
+from scantling.numerics.torch_private import fsdp_managed_modules, is_in_functorch, remove_forward_hooks
+from scantling.tensor.contraction import Tree, block_numel, merge_block
+from scantling.tensor.layer import TTLayer, active, scale_cores, without_saving_hooks
+
+MAX_NUMEL_CPU = 1 << 17
+"""Elements in the blocks of a layer from which stacking is slower on a CPU: copying the gradients of the blocks takes
+longer than launching the products. With one thread of an AVX-512 CPU, stacks take 0.6 times as long at 15 thousand
+elements (256 x 256, rank 30), 1.0 at 46 thousand, 1.1 at 131 thousand, 1.2 at 524 thousand.
+"""
+MAX_NUMEL = 1 << 22
+"""The same on a GPU, where such a product takes longer than its launch."""
+
+
+def stack_equal_layers(model: nn.Module) -> None:
+    """Let equally shaped TT layers merge their cores together in each forward pass of a model, if it has any."""
+    remove_forward_hooks(model, (_begin_pass, _end_pass))
+    # A layer of two cores, one for inputs and one for outputs, has nothing to merge.
+    if sum(isinstance(layer, TTLayer) and len(layer.cores) > 2 for layer in model.modules()) < 2:
+        return
+    model.register_forward_pre_hook(_begin_pass)
+    model.register_forward_hook(_end_pass, always_call=True)
+
+
+def _begin_pass(model: nn.Module, _: Any) -> None:
+    if not torch.compiler.is_compiling():
+        active.passes.append(MergingPass(model))
+
+
+def _end_pass(model: nn.Module, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        active.passes.pop()
+
+
+class MergingPass:
+    """Forward pass of a model, with the blocks merged in it.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._classes: dict[TTLayer, list[TTLayer]] | None = None
+        self._called: set[TTLayer] = set()
+        self._blocks: dict[TTLayer, dict[Tree, Tensor]] = {}
+
+    def blocks(self, layer: TTLayer, trees: Sequence[Tree]) -> list[Tensor] | None:
+        """Return the merged blocks of a layer; None if no other layer is merged with it.
+
+        Args:
+            layer: layer that is called.
+            trees: merge orders of its blocks.
+        """
+        if self._classes is None:
+            self._classes = _equal_layers(self._model)
+        own = self._blocks.setdefault(layer, {})
+        if not all(tree in own for tree in trees):
+            # Layers called before had another order.
+            members = [one for one in self._classes.get(layer, ()) if one is layer or one not in self._called]
+            self._called.add(layer)
+            if len(members) < 2 or not _can_stack(layer, trees):
+                return None
+            for member, blocks in zip(members, merge_stacked(members, trees), strict=True):
+                self._blocks.setdefault(member, {}).update(zip(trees, blocks, strict=True))
+        self._called.add(layer)
+        return [own[tree] for tree in trees]
+
+
+def _can_stack(layer: TTLayer, trees: Sequence[Tree]) -> bool:
+    """True if stacked products can merge these blocks and save time."""
+    if is_in_functorch() or all(isinstance(tree, int) for tree in trees):  # a custom function; nothing to merge
+        return False
+    limit = MAX_NUMEL_CPU if layer.log_gain.device.type == "cpu" else MAX_NUMEL
+    return block_numel(layer.network, trees) < limit
+
+
+def _equal_layers(model: nn.Module) -> dict[TTLayer, list[TTLayer]]:
+    """Return the layers that can be merged together, by each of them."""
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, TTLayer)]
+    # `fully_shard` expects the gradients of a block at the end of the block's backward pass.
+    if any(hasattr(module, "unshard") for module in modules):
+        managed = fsdp_managed_modules(model)
+        layers = [layer for layer in layers if layer.cores not in managed]
+    classes: dict[Hashable, list[TTLayer]] = {}
+    for layer in layers:
+        parts = layer.parts
+        if all(type(part) is not DTensor and part.numel() for part in parts):
+            key = [(part.shape, part.dtype, part.device, part.requires_grad) for part in parts]
+            classes.setdefault((*key, layer.threshold, layer.formats), []).append(layer)
+    return {layer: members for members in classes.values() for layer in members}
+
+
+def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list[Tensor]]:
+    """Return the merged blocks of each of several equal layers.
+
+    Args:
+        layers: layers with the same shapes, dtypes and rounding.
+        trees: merge orders of the blocks.
+    """
+    first = layers[0]
+    # Rounding has a scale for each core, so rounded cores are scaled one by one.
+    threshold = first.threshold if first.formats is None else None
+    tensors = [tensor for layer in layers for tensor in (layer.parts if layer.formats is None else layer.gated_cores())]
+    blocks = _MergeStacked.apply(  # type: ignore[no-untyped-call]
+        trees, len(first.chain), threshold, len(layers), *tensors
+    )
+    return [list(blocks[i :: len(layers)]) for i in range(len(layers))]
+
+
+def _merge(
+    tensors: Sequence[Tensor], trees: Sequence[Tree], num_cores: int, threshold: float | None, num_stack_dims: int
+) -> list[Tensor]:
+    """Return merged blocks from cores, gain and gates; from cores scaled already if the threshold is None."""
+    cores: Sequence[Tensor] = tensors[:num_cores]
+    if threshold is not None:
+        cores = scale_cores(cores, tensors[num_cores], tensors[num_cores + 1 :], threshold, num_stack_dims)
+    return [merge_block(cores, tree, num_stack_dims) for tree in trees]
+
+
+class _MergeStacked(torch.autograd.Function):
+    """Merge the blocks of several layers by stacked products: those of the first tree for each layer, and so on.
+
+    Layers whose blocks are not used get no gradients. The parts of a graph may run backward at different times, as
+    those of single layers may: stacks are attributes instead of saved tensors, which one backward pass frees.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, trees: Sequence[Tree], num_cores: int, threshold: float | None, num_layers: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        num_tensors = len(tensors) // num_layers
+        stacks = [torch.stack(tensors[i::num_tensors]) for i in range(num_tensors)]
+        with torch.enable_grad(), without_saving_hooks():
+            for stack, tensor in zip(stacks, tensors, strict=False):
+                stack.requires_grad_(tensor.requires_grad)
+            blocks = _merge(stacks, trees, num_cores, threshold, 1)
+        ctx.set_materialize_grads(False)
+        ctx.tensors, ctx.stacks, ctx.blocks = tensors, stacks, blocks
+        ctx.arguments, ctx.num_layers = (trees, num_cores, threshold), num_layers
+        return tuple(block for stack in blocks for block in stack.detach().unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with without_autocast(ctx.tensors[0].device):
+            # The stacks are copies, which have no second derivatives.
+            found = _differentiable_gradients(ctx, grads) if torch.is_grad_enabled() else _gradients(ctx, grads)
+        return (None,) * 4 + tuple(found)
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of all tensors of all layers, from those of each block of each layer."""
+    count, blocks, stacked = ctx.num_layers, [], []
+    for i, block in enumerate(ctx.blocks):
+        own = grads[i * count : (i + 1) * count]
+        if any(grad is not None for grad in own):
+            blocks.append(block)
+            stacked.append(torch.stack([torch.zeros_like(block[0]) if grad is None else grad for grad in own]))
+    trained = [stack for stack in ctx.stacks if stack.requires_grad]
+    found = iter(torch.autograd.grad(blocks, trained, stacked, retain_graph=True, allow_unused=True))
+    by_stack = [next(found) if stack.requires_grad else None for stack in ctx.stacks]
+    is_used = [any(grad is not None for grad in grads[i::count]) for i in range(count)]
+    return [stack[i] if is_used[i] and stack is not None else None for i in range(count) for stack in by_stack]
+
+
+def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the same as `_gradients`, as differentiable functions of the tensors."""
+    (trees, num_cores, threshold), size = ctx.arguments, len(ctx.stacks)
+    tensors = [ctx.tensors[i * size : (i + 1) * size] for i in range(ctx.num_layers)]
+    layers = [_merge(own, trees, num_cores, threshold, 0) for own in tensors]
+    blocks = [block for tree in zip(*layers, strict=True) for block in tree]
+    pairs = [(block, grad) for block, grad in zip(blocks, grads, strict=True) if grad is not None]
+    trained = [tensor for tensor in ctx.tensors if tensor.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [block for block, _ in pairs], trained, [grad for _, grad in pairs], create_graph=True, allow_unused=True
+        )
+    )
+    return [next(found) if tensor.requires_grad else None for tensor in ctx.tensors]
