@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,46 @@ def test_densified_models_keep_no_hooks() -> None:
 def test_thin_matrices_need_no_hooks() -> None:
     model = sc.tensorize(Net(), rank=4, format="low-rank")
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_models_merge_stacks(checkpointed: bool) -> None:
+    stacked, alone = pair(gates=True)
+    results, products = [], []
+    for model in (stacked, alone):
+        if checkpointed:
+            model.block = partial(checkpoint, model.block, use_reentrant=False)
+        graphs: list[Any] = []
+
+        def backend(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled(IDS).square().sum().backward()
+        nodes = [
+            node for graph in graphs for part in graph.modules() for node in getattr(part, "graph", graph.graph).nodes
+        ]
+        products.append(sum("matmul" in str(node.target) for node in nodes))
+        results.append(gradients(model))
+    assert products[0] < products[1]
+    assert_same(*results)
+
+
+def test_compiled_parts_of_a_model_are_compiled_once() -> None:
+    stacked, alone = pair()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for i in range(3):
+        stacked.up[i].compile(backend=backend)
+    counts = []
+    for _ in range(3):
+        stacked(IDS).square().sum().backward()
+        alone(IDS).square().sum().backward()
+        assert_same(gradients(stacked), gradients(alone))
+        counts.append(len(graphs))
+    assert counts[0] == counts[-1] > 0

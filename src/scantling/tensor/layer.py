@@ -245,18 +245,14 @@ class TTLayer(nn.Module):
     def merged_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Return merged blocks of neighboring cores, see `blocks`."""
         with without_autocast(self.chain[0].device):
-            # Compiled code must not hold tensors of earlier passes.
-            if torch.compiler.is_compiling():
-                return self._merge_blocks(trees)
-            if not torch.is_grad_enabled():
-                return (
-                    self._merge_blocks(trees)
-                    if self._merged_kept is None
-                    else self._merge_kept(self._merged_kept, trees)
-                )
-            if self._merged_once is not None:
-                return self._merge_once(self._merged_once, trees)
-            return self._merge_for_pass(trees)
+            is_compiling = torch.compiler.is_compiling()  # compiled code must not hold tensors of earlier passes
+            if torch.is_grad_enabled():
+                if self._merged_once is not None and not is_compiling:
+                    return self._merge_once(self._merged_once, trees)
+                return self._merge_for_pass(trees)
+            if self._merged_kept is not None and not is_compiling:
+                return self._merge_kept(self._merged_kept, trees)
+            return self._merge_blocks(trees)
 
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         cores = self.gated_cores()
@@ -264,9 +260,10 @@ class TTLayer(nn.Module):
 
     def _merge_for_pass(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Return blocks for a pass with gradients, merged together with those of other layers if possible."""
-        merging = active.passes[-1] if active.passes else None
-        blocks = None if merging is None else merging.blocks(self, trees)
-        if merging is not None:
+        blocks = active.passes[-1].blocks(self, trees) if active.passes else None
+        if torch.compiler.is_compiling():
+            return self._merge_blocks(trees) if blocks is None else blocks
+        if active.passes:
             self._is_stacked = blocks is not None
         if blocks is not None:
             return blocks
@@ -316,6 +313,11 @@ class TTLayer(nn.Module):
             if num_tokens <= limit:
                 return steps
         return orders[-1][1]
+
+    @property
+    def orders_to_merge(self) -> list[list[Tree]]:
+        """Blocks of each order that is best for some number of tokens."""
+        return [[step.tree for step in steps] for _, steps in self._best_orders("once", False)]
 
     # The search depends on shapes only, and the compiler cannot trace it.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -9,8 +9,9 @@ products, too.
 The parameters stay those of the layers, and nothing is kept beyond a pass. The layers of a class that are called
 with another contraction order, because they have other token counts, are merged for that order in the same way. The
 composition of the stacks depends on the model and on its calls alone, so that a resumed run repeats the same rounding.
-Cores of layers that were not used get no gradient. Layers are merged one by one under `torch.compile`, inside
-`torch.func`, without gradients, if their cores are sharded, and if a block is so large that stacking saves nothing.
+Cores of layers that were not used get no gradient; under `torch.compile`, they get zeros. Layers are merged one by one
+inside `torch.func`, without gradients, if their cores are sharded, and if a block is so large that stacking saves
+nothing.
 """
 
 from __future__ import annotations
@@ -47,13 +48,11 @@ def stack_equal_layers(model: nn.Module) -> None:
 
 
 def _begin_pass(model: nn.Module, _: Any) -> None:
-    if not torch.compiler.is_compiling():
-        active.passes.append(MergingPass(model))
+    active.passes.append(MergingPass(model))
 
 
 def _end_pass(model: nn.Module, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        active.passes.pop()
+    active.passes.pop()
 
 
 class MergingPass:
@@ -68,6 +67,9 @@ class MergingPass:
         self._classes: dict[TTLayer, list[TTLayer]] | None = None
         self._called: set[TTLayer] = set()
         self._blocks: dict[TTLayer, dict[Tree, Tensor]] = {}
+        self._is_compiled = torch.compiler.is_compiling()
+        if self._is_compiled and torch.is_grad_enabled():
+            self._merge_for_compiler()
 
     def blocks(self, layer: TTLayer, trees: Sequence[Tree]) -> list[Tensor] | None:
         """Return the merged blocks of a layer; None if no other layer is merged with it.
@@ -76,27 +78,51 @@ class MergingPass:
             layer: layer that is called.
             trees: merge orders of its blocks.
         """
+        if torch.compiler.is_compiling() and not self._is_compiled:
+            return None  # a compiled part of a model: its graph must not depend on this pass
+        if not self._is_compiled:
+            self._merge_missing(layer, trees)
+        own = self._blocks.get(layer, {})
+        return [own[tree] for tree in trees] if all(tree in own for tree in trees) else None
+
+    def _merge_missing(self, layer: TTLayer, trees: Sequence[Tree]) -> None:
+        """Merge the blocks of a layer that are missing together with those of all equal layers, if it has any."""
         if self._classes is None:
             self._classes = _equal_layers(self._model)
-        own = self._blocks.setdefault(layer, {})
+        own = self._blocks.get(layer, {})
         if not all(tree in own for tree in trees):
             # Layers called before had another order.
             members = [one for one in self._classes.get(layer, ()) if one is layer or one not in self._called]
-            self._called.add(layer)
-            if len(members) < 2 or not _can_stack(layer, trees):
-                return None
-            for member, blocks in zip(members, merge_stacked(members, trees), strict=True):
-                self._blocks.setdefault(member, {}).update(zip(trees, blocks, strict=True))
+            if len(members) > 1 and _can_stack(layer, trees):
+                self._merge(members, trees)
         self._called.add(layer)
-        return [own[tree] for tree in trees]
+
+    def _merge(self, layers: Sequence[TTLayer], trees: Sequence[Tree]) -> None:
+        for layer, blocks in zip(layers, merge_stacked(layers, trees), strict=True):
+            self._blocks.setdefault(layer, {}).update(zip(trees, blocks, strict=True))
+
+    def _merge_for_compiler(self) -> None:
+        """Merge for all orders before the first layer: a checkpoint in compiled code must not change this object.
+
+        The compiler drops what is not used.
+        """
+        for layer, members in _equal_layers(self._model).items():
+            for trees in layer.orders_to_merge if layer is members[0] and len(members) > 1 else ():
+                if _can_stack(layer, trees):
+                    self._merge(members, trees)
 
 
 def _can_stack(layer: TTLayer, trees: Sequence[Tree]) -> bool:
     """True if stacked products can merge these blocks and save time."""
-    if is_in_functorch() or all(isinstance(tree, int) for tree in trees):  # a custom function; nothing to merge
+    if all(isinstance(tree, int) for tree in trees) or _is_in_transform():
         return False
     limit = MAX_NUMEL_CPU if layer.log_gain.device.type == "cpu" else MAX_NUMEL
     return block_numel(layer.network, trees) < limit
+
+
+def _is_in_transform() -> bool:
+    """True inside `torch.func`, which does not support the custom function of stacks."""
+    return not torch.compiler.is_compiling() and is_in_functorch()
 
 
 def _equal_layers(model: nn.Module) -> dict[TTLayer, list[TTLayer]]:
@@ -127,10 +153,18 @@ def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list
     # Rounding has a scale for each core, so rounded cores are scaled one by one.
     threshold = first.threshold if first.formats is None else None
     tensors = [tensor for layer in layers for tensor in (layer.parts if layer.formats is None else layer.gated_cores())]
-    blocks = _MergeStacked.apply(  # type: ignore[no-untyped-call]
-        trees, len(first.chain), threshold, len(layers), *tensors
-    )
+    arguments = trees, len(first.chain), threshold
+    if torch.compiler.is_compiling():
+        blocks = [block for stack in _merge(_stack(tensors, len(layers)), *arguments, 1) for block in stack.unbind()]
+    else:
+        blocks = _MergeStacked.apply(*arguments, len(layers), *tensors)  # type: ignore[no-untyped-call]
     return [list(blocks[i :: len(layers)]) for i in range(len(layers))]
+
+
+def _stack(tensors: list[Tensor] | tuple[Tensor, ...], num_layers: int) -> list[Tensor]:
+    """Return one stack of each tensor of a layer, from those of all layers in turn."""
+    num_tensors = len(tensors) // num_layers
+    return [torch.stack(tensors[i::num_tensors]) for i in range(num_tensors)]
 
 
 def _merge(
@@ -154,8 +188,7 @@ class _MergeStacked(torch.autograd.Function):
     def forward(
         ctx: Any, trees: Sequence[Tree], num_cores: int, threshold: float | None, num_layers: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        num_tensors = len(tensors) // num_layers
-        stacks = [torch.stack(tensors[i::num_tensors]) for i in range(num_tensors)]
+        stacks = _stack(tensors, num_layers)
         with torch.enable_grad(), without_saving_hooks():
             for stack, tensor in zip(stacks, tensors, strict=False):
                 stack.requires_grad_(tensor.requires_grad)
