@@ -128,7 +128,7 @@ class TTLayer(nn.Module):
 
     @property
     def parts(self) -> list[Tensor]:
-        """All that the weight consists of: cores, gain, and rank gates if there are any."""
+        """Cores, gain, and rank gates if there are any: all that the weight consists of."""
         return [*self.chain, self.log_gain, *(self.rank_gates or ())]
 
     @property

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scantling.errors import UserError
 from scantling.numerics.device import has_fast_matmul
-from scantling.trainer.models.build import checkpoint_activations
+from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.models.costs import BACKWARD, Trace, forward_flops, linear_flops, no_packed_documents, trace_step
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

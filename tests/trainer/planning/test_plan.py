@@ -44,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "t5-small": {"model": {"preset": "t5-small"}, "train": {"batch_size": 4}},
     "checkpointing": {"model": {"preset": "llama-10m"}, "train": {"batch_size": 8, "activation_checkpointing": True}},
+    "feed-forward": {
+        "model": {"preset": "llama-10m"},
+        "train": {"batch_size": 8, "activation_checkpointing": "feed_forward"},
+    },
 }
 SCRIPT = """
 import json, sys, scantling as sc
@@ -100,7 +104,8 @@ def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> Non
     recomputed = sc.plan(recipe, settings=["train.activation_checkpointing=true"])
     half = sc.plan(recipe, settings=["precision.compute=bf16"])
     assert halves.activation_bytes == pytest.approx(whole.activation_bytes / 2, rel=0.05)
-    assert recomputed.activation_bytes < whole.activation_bytes
+    feed_forward = sc.plan(recipe, settings=["train.activation_checkpointing=feed_forward"])
+    assert recomputed.activation_bytes < feed_forward.activation_bytes < whole.activation_bytes
     assert half.activation_bytes < whole.activation_bytes
     assert halves.flops_per_step == whole.flops_per_step
 

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import scantling as sc
-from scantling.trainer.models.build import checkpoint_activations
+from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.tasks.base import without_cache
 from scantling.trainer.training.quantize import quantize_run
 from scantling.trainer.training.trained_run import export_hf

@@ -186,12 +186,13 @@ def test_target_in_bytes_counts_the_state_of_the_optimizer(tmp_path: Path, optim
 
 def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
     losses = []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, "feed_forward"):
         train = {"steps": 4, "activation_checkpointing": checkpointing}
         given = recipe(tmp_path, tensor={**ADAPTING, "adapt": 2, "truncate_every": 2}, train=train)
         lines = records(sc.train(given, run_dir=tmp_path / str(checkpointing)).run_dir)
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.dist

@@ -337,16 +337,6 @@ def _freeze_other_inputs(model: Any) -> None:
         logger.warning("text does not reach %d weights, which stay as they are: %s", len(others), _some(others))
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing: layers recompute activations in the backward pass instead of storing them."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        # the reentrant version would cut the graph if no input of a layer needs a gradient
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        raise UserError(f"train.activation_checkpointing: {first_line(error)}") from None
-
-
 def _is_encoder(model: Any) -> bool:
     """Return True if every position attends to later ones, as in a BERT that is not configured as a decoder."""
     # read from the attention modules: the class name does not tell, because a BERT can be a decoder

@@ -207,7 +207,8 @@ def plan_run(run: ResolvedRun) -> Plan:
     """
     from scantling.groups import num_non_embedding, param_groups
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
-    from scantling.trainer.models.build import checkpoint_activations, quiet
+    from scantling.trainer.models.build import quiet
+    from scantling.trainer.models.checkpointing import checkpoint_activations
     from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
@@ -221,7 +222,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     wire, residuals = _traffic(recipe, model, world_size)
     # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, recipe.train.activation_checkpointing)
     on_gpu = run.device == "cuda"
     # measured before the trace, whose fake tensors and caches grow this process
     base = 0 if on_gpu else rss_bytes()

@@ -423,8 +423,9 @@ class TrainSection(Section):
     """Compile the model with torch.compile."""
     graph: bool = False
     """Capture each step in CUDA graphs; requires one process on a GPU, and batches of one or few shapes."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them."""
+    activation_checkpointing: bool | Literal["feed_forward"] = False
+    """Recompute activations in the backward pass instead of storing them: those of whole blocks, or, with
+    `feed_forward`, only those of feed-forward layers and norms."""
     deterministic: bool = False
     """Force deterministic kernels on a GPU (they are always used on a CPU)."""
     tensorboard: bool = False

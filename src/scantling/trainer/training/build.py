@@ -18,7 +18,8 @@ from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
-from scantling.trainer.models.build import build_model, checkpoint_activations, convert_model, mixes_documents
+from scantling.trainer.models.build import build_model, convert_model, mixes_documents
+from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.resolve import ResolvedRun
@@ -48,7 +49,7 @@ def build_loop(
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
     if settings.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, settings.activation_checkpointing)
     if settings.compile:
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
