@@ -8,8 +8,7 @@ The model predicts whether a user rates a movie 4 or higher (movielens.py). Its 
 genres, have 391,168 parameters at width 64. Contenders have 10 or 99 times fewer: narrower dense tables, TT tables, TT
 tables with rank gates, TT tables that a `RankAdapter` shrinks to the size, the hashing trick, and quotient-remainder
 tables (Shi et al., arXiv 1909.02107). `biases` is a logistic regression and `no-item` the dense model, at its settings,
-without ids of movies; they show the value of the tables. Rank gates learn at the rate of the cores, and `fast` gates at
-ten times the rate of the run.
+without ids of movies; they show the value of the tables.
 
 Every contender is tuned by coordinate descent over its settings. At the full width and at 99 times, this takes up to 25
 runs for dense and 21 for compressed tables; at 10 times, where rates are tuned once, up to 14 for each. All have the
@@ -59,15 +58,12 @@ CONTENDERS: dict[str, tuple[str, int, int]] = {
     "dense": ("dense", 1, 64),
     "TT, 99 times": ("tt", 99, 64),
     "TT with gates, 99 times": ("tt-gates", 99, 64),
-    "TT with fast gates, 99 times": ("tt-gates-fast", 99, 64),
     "TT by adapter, 99 times": ("tt-adapter", 99, 64),
-    "TT by adapter, fast gates, 99 times": ("tt-adapter-fast", 99, 64),
     "hashing, 99 times": ("hash", 99, 64),
     "quotient-remainder, 99 times": ("qr", 99, 16),
     "dense, width 1": ("dense", 64, 1),
     "TT, 10 times": ("tt", 10, 64),
     "TT with gates, 10 times": ("tt-gates", 10, 64),
-    "TT with fast gates, 10 times": ("tt-gates-fast", 10, 64),
     "dense, width 6": ("dense", 10, 6),
     "hashing, 10 times": ("hash", 10, 64),
     "quotient-remainder, 10 times": ("qr", 10, 64),

@@ -228,8 +228,7 @@ def run_training(spec: Spec) -> Line:
     for table in model.tables:  # type: ignore[union-attr]
         table.register_forward_hook(keep_rows)
     rate = spec["lr"] * spec["table_rate"]
-    gates = 10 * spec["lr"] if spec["kind"].endswith("-fast") else rate
-    groups = sc.param_groups(model, embedding_lr=rate, core_lr=rate, embedding_core_lr=rate, control_lr=gates)
+    groups = sc.param_groups(model, embedding_lr=rate, core_lr=rate, embedding_core_lr=rate)
     optimizer = torch.optim.AdamW(groups, lr=spec["lr"], weight_decay=0.0)
     averages = [param.detach().clone() for param in model.parameters()]
     best: dict[str, Any] = {"dev_auc": 0.0}

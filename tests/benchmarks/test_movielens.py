@@ -30,7 +30,7 @@ def test_ids_come_from_training_rows(order: str, expected: list[int]) -> None:
     assert (ids.tolist(), size) == (expected, 3)
 
 
-@pytest.mark.parametrize("kind", ["tt", "tt-gates", "tt-gates-fast", "tt-adapter", "hash", "qr"])
+@pytest.mark.parametrize("kind", ["tt", "tt-gates", "tt-adapter", "hash", "qr"])
 @pytest.mark.parametrize("order", ["key", "rating"])
 def test_tables_keep_to_their_budget(kind: str, order: str) -> None:
     import torch
