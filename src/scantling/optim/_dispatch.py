@@ -1,6 +1,6 @@
 """Dispatch each parameter to the C, Triton or eager step; step sharded parameters stage by stage with all-reduces.
 
-All drivers follow the stages and the equations of `_eager.py` and `stages.py`.
+All drivers follow the stages and the equations of `_eager.py` and `stages.py`. The C step does not stop between them.
 
 The stages of sharded parameters leave partial sums, which are added for all parameters at once: one all-reduce for each
 stage, process group and dtype. On a 1-D mesh a step takes at most three, whatever the number of parameters:
@@ -21,15 +21,15 @@ device. Ranks along a mesh dim that replicates are not asked: they hold the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from scantling.numerics.torch_private import foreach_copy_
 from scantling.optim import _cpu, _eager, _triton
-from scantling.optim._eager import ParamStages, PartialSum, param_stages
+from scantling.optim._eager import PartialSum, param_stages
 from scantling.optim.state import ParamStep
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def dispatch_steps(steps: Sequence[ParamStep]) -> None:
     eager: list[ParamStep] = []
     sharded: list[ParamStep] = []
     for step in steps:
-        # Only the eager stages can stop for all-reduces.
         if step.plan.sharded_dims:
             sharded.append(step)
         elif step.hyper.foreach is False:
@@ -64,63 +63,103 @@ def dispatch_steps(steps: Sequence[ParamStep]) -> None:
     _step_sharded(sharded)
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardedStep:
-    """One sharded parameter in one step.
-
-    Attributes:
-        step: the step of the part on this rank.
-        stages: stages of the step.
-        num_grads: 0-D, 1 if this rank has a gradient; once summed, the number of ranks with one.
-        backup: (tensor, copy) of the tensors that the first stage changes, if this rank has no gradient.
-    """
-
-    step: ParamStep
-    stages: ParamStages
-    num_grads: Tensor
-    backup: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def from_step(cls, step: ParamStep) -> _ShardedStep:
-        # This rank learns only after (1) if any rank has a gradient; without one, (1) is undone.
-        changed = () if step.has_grad else (step.state[key] for key in ("row", "col") if key in step.state)
-        backup = [(tensor, tensor.clone()) for tensor in changed]
-        return cls(step, param_stages(step), step.scalar(float(step.has_grad)), backup)
-
-
 def _step_sharded(steps: Sequence[ParamStep]) -> None:
     """Take the step of all sharded parameters of an optimizer.
 
     Collectives: at most three all-reduces for each process group that shards a parameter (and each of fp32 and fp64
     statistics), in the order of the parameters, which must be the same on all ranks.
     """
-    entries = [_ShardedStep.from_step(step) for step in steps]
+    in_triton = [step for step in steps if step.hyper.foreach is not False and _triton.can_step(step)]
+    compiled = {step.param_idx for step in in_triton}
+    eager = [_EagerStages(step) for step in steps if step.param_idx not in compiled]
+    stages: list[_Stages] = [*_triton.batch_stages(in_triton), *eager]
     # Equations (1) and (2), with the number of gradients in the same all-reduce.
-    partial = [part for entry in entries for part in entry.stages.accumulate()]
-    partial += [(entry.num_grads, entry.step.plan.groups(range(entry.step.param.ndim))) for entry in entries]
+    num_grads = {step.param_idx: step.scalar(float(step.has_grad)) for step in steps}
+    partial = _partial_sums(stages, "accumulate")
+    partial += [(num_grads[step.param_idx], step.plan.groups(range(step.param.ndim))) for step in steps]
     _all_reduce(partial)
-    stages = [entry.stages for entry in _select_with_grad(entries)]
+    unused = _without_grad(eager, num_grads)
+    stages = [each for each in stages if not any(each is other for other in unused)]
     # Equation (3), then (4) to (8), then (9) and (10).
-    _all_reduce(part for each in stages for part in each.whiten())
-    _all_reduce(part for each in stages for part in each.update_instability())
+    _all_reduce(_partial_sums(stages, "whiten"))
+    _all_reduce(_partial_sums(stages, "update_instability"))
     for each in stages:
         each.apply()
 
 
-def _select_with_grad(entries: list[_ShardedStep]) -> list[_ShardedStep]:
-    """Return the entries for which some rank has a gradient; restore the state of the others."""
-    missing = [entry.num_grads.reshape(1) for entry in entries if not entry.step.has_grad]
-    if not missing:
-        return entries
-    counts = iter(torch.cat([count.float() for count in missing]).tolist())  # waits for the device
-    selected = []
-    for entry in entries:
-        if entry.step.has_grad or next(counts) > 0:
-            selected.append(entry)
-            continue
-        for tensor, copy in entry.backup:
+class _Stages(Protocol):
+    """Stages of several parameters: those of `ParamStages`, with the partial sums of each parameter."""
+
+    @property
+    def steps(self) -> Sequence[ParamStep]: ...
+
+    def accumulate(self) -> list[list[PartialSum]]: ...
+
+    def whiten(self) -> list[list[PartialSum]]: ...
+
+    def update_instability(self) -> list[list[PartialSum]]: ...
+
+    def apply(self) -> None: ...
+
+
+class _EagerStages:
+    """Stages of one parameter, which restore its state if no rank has a gradient.
+
+    This rank learns only after (1) if any other rank has a gradient; without one, (1) is undone.
+    """
+
+    def __init__(self, step: ParamStep) -> None:
+        self.steps = [step]
+        self._stages = param_stages(step)
+        changed = () if step.has_grad else (step.state[key] for key in ("row", "col") if key in step.state)
+        self._backup = [(tensor, tensor.clone()) for tensor in changed]
+
+    def accumulate(self) -> list[list[PartialSum]]:
+        return [self._stages.accumulate()]
+
+    def whiten(self) -> list[list[PartialSum]]:
+        return [self._stages.whiten()]
+
+    def update_instability(self) -> list[list[PartialSum]]:
+        return [self._stages.update_instability()]
+
+    def apply(self) -> None:
+        self._stages.apply()
+
+    def restore(self) -> None:
+        for tensor, copy in self._backup:
             tensor.copy_(copy)
-    return selected
+
+
+def _partial_sums(stages: Sequence[_Stages], stage: str) -> list[PartialSum]:
+    """Run a stage of all parameters; return their partial sums in the order of the parameters.
+
+    Ranks may differ in which parameters the kernels step, but must send the sums in the same order.
+    """
+    found = [
+        (step.param_idx, partial)
+        for each in stages
+        for step, partial in zip(each.steps, getattr(each, stage)(), strict=True)
+    ]
+    return [part for _, partial in sorted(found, key=itemgetter(0)) for part in partial]
+
+
+def _without_grad(eager: Sequence[_EagerStages], num_grads: dict[int, Tensor]) -> list[_EagerStages]:
+    """Restore the state of parameters for which no rank has a gradient, and return their stages.
+
+    Args:
+        eager: stages of parameters, among them all those without a gradient on this rank.
+        num_grads: number of ranks with a gradient, 0-D, by the indices of the parameters.
+    """
+    missing = [stages for stages in eager if not stages.steps[0].has_grad]
+    if not missing:
+        return []
+    # waits for the device
+    counts = torch.stack([num_grads[stages.steps[0].param_idx].float() for stages in missing]).tolist()
+    unused = [stages for stages, count in zip(missing, counts, strict=True) if not count]
+    for stages in unused:
+        stages.restore()
+    return unused
 
 
 def _all_reduce(partial: Iterable[PartialSum]) -> None:

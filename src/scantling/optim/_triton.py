@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_kernels, program_owners, triton_dtype
 from scantling.numerics.torch_private import foreach_add_
+from scantling.optim._eager import PartialSum
 from scantling.optim.codecs import noise_seed
-from scantling.optim.state import HyperParams, ParamStep, is_plain_memory
+from scantling.optim.state import ParamLayout, ParamStep, is_plain_memory
 
 DEVICES = ("cuda",)
 ROWS = 32
@@ -37,6 +40,8 @@ _LINE = 128
 """Row averages, or column averages, that one program finishes."""
 _MATRIX = 1024
 """Elements that a program which sums over a whole matrix reads at a time."""
+_MAX_GRAD = 2.0**63
+"""Largest magnitude of a gradient in a second moment, whose square is then at most that of `stages.squared`."""
 
 
 def can_step(step: ParamStep) -> bool:
@@ -49,6 +54,8 @@ def can_step(step: ParamStep) -> bool:
         and layout.param.dtype in FLOATS
         and step.grad.dtype in FLOATS
         and layout.is_row_major
+        and layout.place is not None
+        and layout.param.numel() > 0
         and is_plain_memory(step.grad)
         and has_kernels(layout.param.device)
     )
@@ -61,22 +68,23 @@ def scratch_bytes(steps: Sequence[ParamStep]) -> int:
 
 
 def step_params(steps: Sequence[ParamStep]) -> None:
-    """Take the step of parameters that `can_step` accepted."""
+    """Take the step of parameters that `can_step` accepted and that are not sharded."""
+    for stages in batch_stages(steps):
+        stages.accumulate()
+        stages.whiten()
+        stages.update_instability()
+        stages.apply()
+
+
+def batch_stages(steps: Sequence[ParamStep]) -> Iterator[BatchStages]:
+    """Yield the stages of parameters that `can_step` accepted, in batches that share their launches."""
     # Group by everything that a kernel is compiled for.
     launches: dict[_LaunchKey, list[ParamStep]] = {}
     for step in steps:
         launches.setdefault(_launch_key(step), []).append(step)
     for key, members in launches.items():
-        # Count before the launches: bias corrections and seeds read the new count.
-        foreach_add_([step.state["step"] for step in members], 1.0)
-        with device_context(members[0].param):
-            for batch in _split_batches(members):
-                if key.is_factored:
-                    _launch_factored(key, batch)
-                else:
-                    _launch_full(key, batch)
-        # Autograd does not see writes from kernels: a backward pass that still needs the old weights must raise.
-        torch.autograd.graph.increment_version([step.param for step in members])
+        for batch in _split_batches(members):
+            yield _FactoredStages(key, batch) if key.is_factored else _FullStages(key, batch)
 
 
 class _LaunchKey(NamedTuple):
@@ -94,6 +102,7 @@ class _LaunchKey(NamedTuple):
     maximize: bool
     decays: bool
     is_aligned: bool
+    is_sharded: bool
     lr: int | None
     """Id of a learning rate in a tensor."""
 
@@ -118,6 +127,7 @@ def _launch_key(step: ParamStep) -> _LaunchKey:
         decays=hyper.weight_decay != 0,
         is_aligned=step.layout.sizes[2] % 16 == 0
         and all(each.data_ptr() % 16 == 0 for each in (param, step.grad, *large)),
+        is_sharded=bool(step.plan.sharded_dims),
         lr=id(hyper.lr) if isinstance(hyper.lr, Tensor) else None,
     )
 
@@ -207,142 +217,271 @@ _NUM_LOGS = 3
 """Columns after those of the kernels: logarithms of the three betas."""
 
 
-def _build_tables(
-    key: _LaunchKey, steps: Sequence[ParamStep], tile: tuple[int, int]
-) -> tuple[_TileGrid, Tensor, Tensor]:
-    """Return the tiles of these parameters, the int64 table and the fp32 table of the kernels."""
-    from scantling.optim.kernels.came_gpu import FIELDS, VALUES
+class BatchStages:
+    """The four stages of several parameters of a kind, called in this order, see `_eager.ParamStages`.
 
-    grid, field_table, value_table = _cached_tables(key, tuple(step.layout.sizes for step in steps), tile)
-    fields = np.zeros((len(steps), len(FIELDS)), dtype=np.int64)  # one row per parameter
-    for name, column in grid.fields.items():
-        fields[:, FIELDS.index(name)] = column
-    values = np.zeros((len(steps), len(VALUES) + _NUM_LOGS))
-    numbers: dict[Any, tuple[float, ...]] = {}  # parameters of one group and shape share a row
-    for step, field_row, value_row in zip(steps, fields, values, strict=True):
-        pointers = step.layout.pointers or ()
-        # `FIELDS` begins with the pointers, the gradient and the index.
-        field_row[: len(pointers) + 2] = (*pointers, step.grad.data_ptr(), step.param_idx)
-        shared = id(step.hyper), step.layout.sizes
-        if shared not in numbers:
-            numbers[shared] = _value_row(step.hyper, step.layout.sizes, is_factored=key.is_factored)
-        value_row[:] = numbers[shared]
-    table = field_table.upload(fields, key.device)
-    return grid, table, _add_step_values(key, steps, table, value_table.upload(values, key.device))
+    Each of the first three returns for every parameter what must be summed over ranks before the next is called.
+
+    Args:
+        key: kind of the parameters.
+        steps: steps of the parameters.
+        tile: rows and columns of a tile.
+    """
+
+    def __init__(self, key: _LaunchKey, steps: Sequence[ParamStep], tile: tuple[int, int]) -> None:
+        from scantling.optim.kernels import came_gpu
+
+        self._key, self.steps, self._kernels = key, steps, came_gpu
+        sizes = tuple(step.layout.sizes for step in steps)
+        self._grid, field_table, value_table = _cached_tables(key, sizes, tile)
+        self._table = field_table.upload(self._fields(), key.device)
+        self._host_values = value_table.upload(self._values(), key.device)
+        self._numbers = self._host_values[:, : len(came_gpu.VALUES)].float()  # (parameters, VALUES)
+        # totals: a sum of squares per tile; clips: a factor per parameter
+        self._totals = self._new(len(self._grid.tiles))
+        self._clips = self._new(len(steps))
+
+    def accumulate(self) -> list[list[PartialSum]]:
+        raise NotImplementedError
+
+    def whiten(self) -> list[list[PartialSum]]:
+        raise NotImplementedError
+
+    def update_instability(self) -> list[list[PartialSum]]:
+        raise NotImplementedError
+
+    def apply(self) -> None:
+        raise NotImplementedError
+
+    def _new(self, size: int) -> Tensor:
+        return self._table.new_empty(size, dtype=torch.float32)
+
+    def _device(self) -> AbstractContextManager[object]:
+        return device_context(self.steps[0].param)
+
+    def _fields(self) -> np.ndarray[Any, Any]:
+        """Return the int64 table of the kernels, one row per parameter."""
+        names = self._kernels.FIELDS
+        fields = np.zeros((len(self.steps), len(names)), dtype=np.int64)
+        for name, column in self._grid.fields.items():
+            fields[:, names.index(name)] = column
+        for step, row in zip(self.steps, fields, strict=True):
+            layout = step.layout
+            # `FIELDS` begins with the addresses of the layout, and the gradient.
+            first = (*(layout.pointers or ()), step.grad.data_ptr(), *_mean_sources(layout), step.param_idx)
+            row[: len(first) + 4] = *first, _mean_length(layout), *(layout.place or ())
+        return fields
+
+    def _values(self) -> np.ndarray[Any, Any]:
+        """Return the fp64 table on the host: `VALUES`, without what depends on the step, and log(beta)."""
+        rows: dict[Any, tuple[float, ...]] = {}  # parameters of one group, shape and place share a row
+        values = np.empty((len(self.steps), len(self._kernels.VALUES) + _NUM_LOGS))
+        for step, row in zip(self.steps, values, strict=True):
+            shared = id(step.hyper), step.layout.first_ranks, step.plan.shape, step.view
+            if shared not in rows:
+                rows[shared] = _value_row(step)
+            row[:] = rows[shared]
+        return values
+
+    def _count_step(self) -> None:
+        """Count the step; add what depends on it to the numbers: corrections, seeds, learning rates in tensors."""
+        key, names, numbers = self._key, self._kernels.VALUES, self._numbers
+        counters = [step.state["step"] for step in self.steps]
+        foreach_add_(counters, 1.0)
+        # Computed on the device from the step counters, so that a CUDA graph replays them.
+        stacked = torch.stack(counters)
+        scale = numbers[:, names.index("scale")]
+        if key.debias:
+            correction = -torch.expm1(stacked.double()[:, None] * self._host_values[:, len(names) :])  # (parameters, 3)
+            numbers[:, names.index("second")] = correction[:, 1].sqrt()
+            factor = correction[:, 2].sqrt() / correction[:, 0] if key.confidence else 1.0 / correction[:, 0]
+            scale.copy_(self._host_values[:, names.index("scale")] * factor)
+        if key.lr is not None:
+            scale.mul_(self.steps[0].hyper.lr)
+            numbers[:, names.index("decay")].mul_(self.steps[0].hyper.lr)
+        if key.momentum == "int4" or key.rounding == "stochastic":
+            # Seeds are int32 bits in columns of the fp32 table.
+            seeds, param_idx = numbers.view(torch.int32), self._table[:, self._kernels.FIELDS.index("param_idx")]
+            for stream in range(2):
+                seeds[:, names.index(f"seed{stream}")] = noise_seed(stacked, param_idx, stream)
+
+    def _sum_totals(self) -> list[list[PartialSum]]:
+        """Return the sum of squares of each parameter, if this rank has shards of them."""
+        if not self._key.is_sharded:
+            return [[] for _ in self.steps]
+        self._sums = self._new(len(self.steps))
+        self._kernels.add_totals[(len(self.steps),)](self._table, self._totals, self._sums, _MATRIX)
+        return [
+            [(total, step.plan.groups(range(step.param.ndim)))]
+            for total, step in zip(self._sums.unbind(), self.steps, strict=True)
+        ]
+
+    def _clip(self) -> None:
+        """Compute (4) from the sums of squares, once they are summed over ranks."""
+        is_sharded = self._key.is_sharded
+        totals = self._sums if is_sharded else self._totals
+        self._kernels.clip_factors[(len(self.steps),)](
+            *(self._table, self._numbers, totals, self._clips, self._key.maximize, is_sharded, _MATRIX)
+        )
+
+    def _finish(self) -> None:
+        # Autograd does not see writes from kernels: a backward pass that still needs the old weights must raise.
+        torch.autograd.graph.increment_version([step.param for step in self.steps])
 
 
-def _value_row(hyper: HyperParams, sizes: tuple[int, int, int], *, is_factored: bool) -> tuple[float, ...]:
-    """Return a row of the fp64 table on the host: `VALUES`, without what depends on the step, and log(beta)."""
-    matrices, rows, cols = sizes
-    beta1, beta2, beta3 = hyper.beta1, hyper.beta2, hyper.beta3
+class _FactoredStages(BatchStages):
+    """Stages of parameters with a factored second moment."""
+
+    def __init__(self, key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
+        super().__init__(key, steps, (ROWS, COLS))
+        # a root per matrix
+        self._means, self._res_means = (self._new(len(self._grid.matrices)) for _ in range(2))
+        self._grad = triton_dtype(key.grad)
+        self._shape = {"aligned": key.is_aligned, "rows": ROWS, "cols": COLS}
+        self._codec = {"momentum": key.momentum, "bytes": key.scale_bytes}
+
+    def accumulate(self) -> list[list[PartialSum]]:
+        with self._device():
+            parts = self._new_parts()
+            self._kernels.square_parts[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, *parts), grad=self._grad, **self._shape
+            )
+            return self._average(parts, "row", "col", "2")
+
+    def whiten(self) -> list[list[PartialSum]]:
+        with self._device():
+            self._count_step()
+            self._root_means("mean", self._means)
+            self._kernels.whitened_squares[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, self._means, self._totals),
+                grad=self._grad,
+                **self._shape,
+            )
+            return self._sum_totals()
+
+    def update_instability(self) -> list[list[PartialSum]]:
+        with self._device():
+            self._clip()
+            if not self._key.confidence:
+                return [[] for _ in self.steps]
+            parts = self._new_parts()
+            self._kernels.instability_parts[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, self._means, self._clips, *parts),
+                grad=self._grad,
+                **self._codec,
+                **self._shape,
+            )
+            return self._average(parts, "res_row", "res_col", "3")
+
+    def apply(self) -> None:
+        key = self._key
+        with self._device():
+            if key.confidence:
+                self._root_means("res_mean", self._res_means)
+            self._kernels.apply[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, self._means, self._res_means, self._clips),
+                *(triton_dtype(key.param), self._grad),
+                **self._codec,
+                rounding=key.rounding,
+                confidence=key.confidence,
+                decays=key.decays,
+                **self._shape,
+            )
+        self._finish()
+
+    def _new_parts(self) -> tuple[Tensor, Tensor]:
+        """Return memory for the sums of the tiles over rows and over columns, which one stage needs at a time."""
+        return self._new(self._grid.num_row_parts), self._new(self._grid.num_col_parts)
+
+    def _average(self, parts: tuple[Tensor, Tensor], row: str, col: str, beta: str) -> list[list[PartialSum]]:
+        """Finish row and column averages from the sums of the tiles."""
+        grid, fields, values = self._grid, self._kernels.FIELDS, self._kernels.VALUES
+        for owners, firsts, part, first_value, *names in (
+            (grid.rows, grid.first_rows, parts[0], f"row_beta{beta}", row, "row_part", "across", "rows"),
+            (grid.cols, grid.first_cols, parts[1], f"col_beta{beta}", col, "col_part", "down", "cols"),
+        ):
+            self._kernels.add_sums[(len(owners),)](
+                *(self._table, self._numbers, owners, firsts, part, *map(fields.index, names)),
+                *(values.index(first_value), _LINE),
+            )
+        if not self._key.is_sharded:
+            return [[] for _ in self.steps]
+        return [
+            [(step.state[row], step.plan.groups(step.view[1])), (step.state[col], step.plan.groups(step.view[0]))]
+            for step in self.steps
+            if step.view is not None
+        ]
+
+    def _root_means(self, field: str, means: Tensor) -> None:
+        place = self._kernels.FIELDS.index(field)
+        self._kernels.root_means[(len(means),)](self._table, self._grid.matrices, means, place, _MATRIX)
+
+
+class _FullStages(BatchStages):
+    """Stages of parameters with a full second moment, each one row."""
+
+    def __init__(self, key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
+        super().__init__(key, steps, (1, _VECTOR))
+        self._grad = triton_dtype(key.grad)
+        self._shape = {"aligned": key.is_aligned, "size": _VECTOR}
+
+    def accumulate(self) -> list[list[PartialSum]]:
+        return [[] for _ in self.steps]
+
+    def whiten(self) -> list[list[PartialSum]]:
+        with self._device():
+            self._count_step()
+            self._kernels.moment_squares[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, self._totals), grad=self._grad, **self._shape
+            )
+            return self._sum_totals()
+
+    def update_instability(self) -> list[list[PartialSum]]:
+        return [[] for _ in self.steps]
+
+    def apply(self) -> None:
+        key = self._key
+        with self._device():
+            self._clip()
+            self._kernels.apply_moment[(len(self._grid.tiles),)](
+                *(self._table, self._numbers, self._grid.tiles, self._clips, triton_dtype(key.param), self._grad),
+                *(key.momentum, key.rounding, key.decays),
+                **self._shape,
+            )
+        self._finish()
+
+
+def _mean_sources(layout: ParamLayout) -> tuple[int, int]:
+    """Return the addresses of the averages whose mean is that of the matrix: those that this rank has in full."""
+    row, col, res_row, res_col = (layout.address(key) for key in ("row", "col", "res_row", "res_col"))
+    return (col, res_col) if layout.has_sharded_rows else (row, res_row)
+
+
+def _mean_length(layout: ParamLayout) -> int:
+    _, rows, cols = layout.sizes
+    return cols if layout.has_sharded_rows else rows
+
+
+def _value_row(step: ParamStep) -> tuple[float, ...]:
+    """Return the row of a parameter in the fp64 table: `VALUES`, without what depends on the step, and log(beta)."""
+    hyper, view, plan = step.hyper, step.view, step.plan
     # A learning rate in a tensor is multiplied on the device, so that the host never reads it.
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
-    # Weights of the sums in (1), (2), and in (7), (8) for residuals that lack a factor beta1.
-    second = [beta2, (1.0 - beta2) * hyper.eps1]
-    second += [(1.0 - beta2) / cols, (1.0 - beta2) / rows] if is_factored else [1.0 - beta2, 0.0]
-    third = beta1**2 * (1.0 - beta3)
+    # sizes of the whole matrix
+    rows, cols = (1, 1) if view is None else (prod(plan.shape[dim] for dim in dims) for dims in view)
+
+    def averages(beta: float, eps: float, weight: float) -> Iterator[float]:
+        """Yield beta, (1 - beta) eps and the weight of the sum, of row and of column averages."""
+        for is_first, count in zip(step.layout.first_ranks, (cols, rows), strict=True):
+            # The old value counts once in the sum over ranks.
+            yield from (beta, (1.0 - beta) * eps) if is_first else (0.0, 0.0)
+            yield weight / count
+
     return (
-        *second,
-        *(beta3, (1.0 - beta3) * hyper.eps2, third / cols, third / rows),
-        *(1.0 - beta1, -lr * hyper.weight_decay, -lr, 1.0),
-        *(matrices * rows * cols * hyper.clip_threshold**2, 0.0, 0.0),
-        *(math.log(beta) if beta else -math.inf for beta in (beta1, beta2, beta3)),
-    )
-
-
-def _add_step_values(key: _LaunchKey, steps: Sequence[ParamStep], fields: Tensor, host_values: Tensor) -> Tensor:
-    """Return the fp32 table with what depends on the step: bias corrections, seeds, learning rates in tensors."""
-    from scantling.optim.kernels.came_gpu import FIELDS, VALUES
-
-    values = host_values[:, : len(VALUES)].float()  # (parameters, VALUES)
-    counters = torch.stack([step.state["step"] for step in steps])
-    # Computed on the device from the step counters, so that a CUDA graph replays them.
-    scale = values[:, VALUES.index("scale")]
-    if key.debias:
-        correction = -torch.expm1(counters.double()[:, None] * host_values[:, len(VALUES) :])  # (parameters, 3)
-        values[:, VALUES.index("second")] = correction[:, 1].sqrt()
-        factor = correction[:, 2].sqrt() / correction[:, 0] if key.confidence else 1.0 / correction[:, 0]
-        scale.copy_(host_values[:, VALUES.index("scale")] * factor)
-    if key.lr is not None:
-        scale.mul_(steps[0].hyper.lr)
-        values[:, VALUES.index("decay")].mul_(steps[0].hyper.lr)
-    if key.momentum == "int4" or key.rounding == "stochastic":
-        # Seeds are int32 bits in columns of the fp32 table.
-        seeds, param_idx = values.view(torch.int32), fields[:, FIELDS.index("param_idx")]
-        for stream in range(2):
-            seeds[:, VALUES.index(f"seed{stream}")] = noise_seed(counters, param_idx, stream)
-    return values
-
-
-# --- launches -----------------------------------------------------------------------------------------------------
-
-
-def _launch_factored(key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
-    from scantling.optim.kernels import came_gpu as kernels
-
-    fields, values = kernels.FIELDS, kernels.VALUES
-    tile = ROWS, COLS
-    grid, table, numbers = _build_tables(key, steps, tile)
-    num_tiles, num_matrices = len(grid.tiles), len(grid.matrices)
-    new = table.new_empty
-    row_parts, col_parts = new(grid.num_row_parts, dtype=torch.float32), new(grid.num_col_parts, dtype=torch.float32)
-    # totals: a sum of squares per tile; clips: a factor per parameter; means: a root per matrix
-    totals, clips = new(num_tiles, dtype=torch.float32), new(len(steps), dtype=torch.float32)
-    means, res_means = (new(num_matrices, dtype=torch.float32) for _ in range(2))
-    param, grad = map(triton_dtype, (key.param, key.grad))
-    shape = {"aligned": key.is_aligned, "rows": tile[0], "cols": tile[1]}
-    codec = {"momentum": key.momentum, "bytes": key.scale_bytes}
-
-    # Finish row and column averages from the partial sums, then the root of their mean.
-    def average(row: str, col: str, first: str, means: Tensor) -> None:
-        for weight, (owners, firsts, parts, *names) in enumerate(
-            (
-                (grid.rows, grid.first_rows, row_parts, row, "row_part", "across", "rows"),
-                (grid.cols, grid.first_cols, col_parts, col, "col_part", "down", "cols"),
-            ),
-            start=2,
-        ):
-            columns = map(fields.index, names)
-            kernels.add_sums[(len(owners),)](
-                *(table, numbers, owners, firsts, parts, *columns, values.index(first), weight, _LINE)
-            )
-        kernels.root_means[(num_matrices,)](table, grid.matrices, means, fields.index(row), _MATRIX)
-
-    tiles, per_tile = grid.tiles, (num_tiles,)
-    # (1), (2)
-    kernels.square_parts[per_tile](table, tiles, row_parts, col_parts, grad=grad, **shape)
-    average("row", "col", "beta2", means)
-    # (3), (4)
-    kernels.whitened_squares[per_tile](table, numbers, tiles, means, totals, grad=grad, **shape)
-    kernels.clip_factors[(len(steps),)](table, numbers, totals, clips, key.maximize, _MATRIX)
-    if key.confidence:
-        # (5) to (8)
-        kernels.instability_parts[per_tile](
-            *(table, numbers, tiles, means, clips, row_parts, col_parts), grad=grad, **codec, **shape
-        )
-        average("res_row", "res_col", "beta3", res_means)
-    # (9), (10), and (5) if the momentum has not been written yet
-    kernels.apply[per_tile](
-        *(table, numbers, tiles, means, res_means, clips, param, grad),
-        **codec,
-        rounding=key.rounding,
-        confidence=key.confidence,
-        decays=key.decays,
-        **shape,
-    )
-
-
-def _launch_full(key: _LaunchKey, steps: Sequence[ParamStep]) -> None:
-    from scantling.optim.kernels import came_gpu as kernels
-
-    grid, table, numbers = _build_tables(key, steps, (1, _VECTOR))
-    totals, clips = (table.new_empty(size, dtype=torch.float32) for size in (len(grid.tiles), len(steps)))
-    param, grad = map(triton_dtype, (key.param, key.grad))
-    shape = {"aligned": key.is_aligned, "size": _VECTOR}
-    per_tile = (len(grid.tiles),)
-    # second moment and sums of squares, then (4), then (5) and (10)
-    kernels.moment_squares[per_tile](table, numbers, grid.tiles, totals, grad=grad, **shape)
-    kernels.clip_factors[(len(steps),)](table, numbers, totals, clips, key.maximize, _MATRIX)
-    kernels.apply_moment[per_tile](
-        *(table, numbers, grid.tiles, clips, param, grad, key.momentum, key.rounding, key.decays), **shape
+        *averages(hyper.beta2, hyper.eps1, 1.0 - hyper.beta2),
+        # (7), (8) for residuals that lack a factor beta1
+        *averages(hyper.beta3, hyper.eps2, hyper.beta1**2 * (1.0 - hyper.beta3)),
+        *(1.0 - hyper.beta1, -lr * hyper.weight_decay, -lr, 1.0),
+        *(plan.numel * hyper.clip_threshold**2, _MAX_GRAD / math.sqrt(max(rows, cols)), 0.0, 0.0),
+        *(math.log(beta) if beta else -math.inf for beta in (hyper.beta1, hyper.beta2, hyper.beta3)),
     )

@@ -260,6 +260,10 @@ class ParamLayout:
         plan: position of `param` in the whole parameter.
         pointers: addresses of `param` and of the state tensors in the order of `POINTERS`, 0 for an absent one; None
             if a kernel cannot read one of them through `data_ptr`.
+        place: index of the first element of `param` in the whole parameter, rows and columns of a whole matrix; None if
+            the elements of a matrix are not at start + row * columns + column, or if its rows and columns are sharded.
+        first_ranks: True if this rank is the first of those over which row averages, and column averages, are summed.
+        has_sharded_rows: True if this rank has a part of the row averages.
     """
 
     key: tuple[Any, ...]
@@ -269,6 +273,9 @@ class ParamLayout:
     sizes: tuple[int, int, int]
     plan: ShardPlan
     pointers: tuple[int, ...] | None
+    place: tuple[int, int, int] | None
+    first_ranks: tuple[bool, bool]
+    has_sharded_rows: bool
 
     @classmethod
     def build(
@@ -278,7 +285,13 @@ class ParamLayout:
         tensors = (param, *state.values())
         is_readable = all(is_plain_memory(tensor) and tensor.device == param.device for tensor in tensors)
         pointers = _data_pointers(param, state) if is_readable else None
-        return cls(key, param, state, view, _matrix_sizes(param.shape, view), plan, pointers)
+        rows, cols = view or ((), ())
+        return cls(
+            *(key, param, state, view, _matrix_sizes(param.shape, view), plan, pointers),
+            place=_place(tuple(param.shape), view, plan),
+            first_ranks=(plan.is_first_rank(cols), plan.is_first_rank(rows)),
+            has_sharded_rows=bool(plan.groups(rows)),
+        )
 
     def is_current(self, key: tuple[Any, ...], state: Mapping[str, Tensor]) -> bool:
         """True if the parameter and its state are the same tensors at the same addresses as when this was made."""
@@ -289,6 +302,10 @@ class ParamLayout:
             and all(state.get(name) is tensor for name, tensor in self.state.items())
             and self.pointers == _data_pointers(self.param, self.state)  # `.data` may have been replaced
         )
+
+    def address(self, key: str) -> int:
+        """Return the address of one of `POINTERS`, which kernels can read."""
+        return 0 if self.pointers is None else self.pointers[POINTERS.index(key)]
 
     @property
     def is_row_major(self) -> bool:
@@ -368,6 +385,19 @@ class ParamStep:
     def correction(self, beta: float) -> Tensor:
         """Return the bias correction 1 - beta^t of this step."""
         return bias_correction(self.state["step"], beta, self.dtype)
+
+
+def _place(shape: tuple[int, ...], view: MatrixDims | None, plan: ShardPlan) -> tuple[int, int, int] | None:
+    """Return `ParamLayout.place` of the part of a parameter that has this shape."""
+    rows, cols = view or ((), tuple(range(len(shape))))
+    if plan.groups(rows) and plan.groups(cols):
+        return None
+    batch = [dim for dim in range(len(shape)) if dim not in rows + cols]
+    # Only the first of the dims that form an index may be sharded: the part is then a run of this index.
+    if any(shape[dim] != plan.shape[dim] for dims in (batch, rows, cols) for dim in dims[1:]):
+        return None
+    num_rows, num_cols = (prod(plan.shape[dim] for dim in dims) for dims in (rows, cols))
+    return plan.global_index((0,) * len(shape)), num_rows, num_cols
 
 
 @lru_cache(maxsize=4096)

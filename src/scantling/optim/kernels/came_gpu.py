@@ -19,18 +19,22 @@ from scantling.optim import codecs
 from scantling.optim.state import POINTERS
 
 FIELDS = (
-    *(*POINTERS, "grad", "param_idx"),
+    *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "start", "whole_rows", "whole_cols"),
     *("rows", "cols", "matrices", "first", "down", "across", "row_part", "col_part", "first_matrix"),
 )
-"""Columns of the int64 table, one row for each parameter: addresses; index in the optimizer; sizes; first tile; tiles
-down and across a matrix; first partial sum over rows and over columns; first of its matrices among all."""
+"""Columns of the int64 table, one row for each parameter: addresses, of which `mean` and `res_mean` are those of the
+averages whose mean is that of the matrix; index in the optimizer; number of these averages in a matrix; index of the
+first element in the whole parameter, of which this may be a shard; sizes of the whole matrix and of this one; first
+tile; tiles down and across a matrix; first partial sum over rows and over columns; first of its matrices among all."""
 VALUES = (
-    *("beta2", "eps_term2", "row2", "col2", "beta3", "eps_term3", "row3", "col3"),
-    *("gain1", "decay", "scale", "second", "size", "seed0", "seed1"),
+    *("row_beta2", "row_eps2", "row2", "col_beta2", "col_eps2", "col2"),
+    *("row_beta3", "row_eps3", "row3", "col_beta3", "col_eps3", "col3"),
+    *("gain1", "decay", "scale", "second", "size", "bound", "seed0", "seed1"),
 )
-"""Columns of the fp32 table: beta, (1 - beta) eps and the weights of the row and column sums, of the second moment and
-of the instability; 1 - beta1; -lr w; factor of the update; root of the second moment's bias correction; divisor of the
-sum of squares; seeds of noise, as bits."""
+"""Columns of the fp32 table: beta, (1 - beta) eps and the weight of the sum, of row averages and of column averages, of
+the second moment and of the instability; 1 - beta1; -lr w; factor of the update; root of the second moment's bias
+correction; divisor of the sum of squares; largest magnitude of a gradient in the second moment; seeds of noise, as
+bits."""
 
 
 def _column(columns: tuple[str, ...], name: str) -> tl.constexpr:
@@ -49,15 +53,18 @@ _NUM_ROWS, _NUM_COLS, _MATRICES, _FIRST, _DOWN, _ACROSS = (
     _column(FIELDS, name) for name in ("rows", "cols", "matrices", "first", "down", "across")
 )
 _ROW_PART, _COL_PART, _FIRST_MATRIX = (_column(FIELDS, name) for name in ("row_part", "col_part", "first_matrix"))
-_BETA2, _GAIN1, _DECAY, _SCALED, _SECOND, _SIZE, _SEED0, _SEED1 = (
-    _column(VALUES, name) for name in ("beta2", "gain1", "decay", "scale", "second", "size", "seed0", "seed1")
+_MEAN_LENGTH, _START, _WHOLE_ROWS, _WHOLE_COLS = (
+    _column(FIELDS, name) for name in ("mean_length", "start", "whole_rows", "whole_cols")
+)
+_BETA2, _GAIN1, _DECAY, _SCALED, _SECOND, _SIZE, _BOUND, _SEED0, _SEED1 = (
+    _column(VALUES, name)
+    for name in ("row_beta2", "gain1", "decay", "scale", "second", "size", "bound", "seed0", "seed1")
 )
 
 _SHORT_BIAS = tl.constexpr(codecs._SHORT_BIAS)
 _TINY = tl.constexpr(codecs._TINY)
 _MIX_1 = tl.constexpr(codecs._MULTIPLIERS[0])
 _MIX_2 = tl.constexpr(codecs._MULTIPLIERS[1] & 0xFFFFFFFF)
-_BOUND = tl.constexpr(2.0**63)  # of a gradient, whose square is then at most that of `stages.squared`
 _INF = tl.constexpr(float("inf"))
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest even integer
 
@@ -94,6 +101,14 @@ def _tile(table, owners, aligned: tl.constexpr, rows: tl.constexpr, cols: tl.con
 @triton.jit
 def _elements(matrix, row, col, num_rows, num_cols):
     return (matrix * num_rows + row)[:, None] * num_cols + col[None, :]
+
+
+@triton.jit
+def _whole_elements(table, param_idx, matrix, row, col):
+    """Return the indices of a tile's elements in the whole parameter, which noise depends on."""
+    fields = table + param_idx * _NUM_FIELDS
+    lines = (matrix * tl.load(fields + _WHOLE_ROWS) + row) * tl.load(fields + _WHOLE_COLS) + tl.load(fields + _START)
+    return lines[:, None] + col[None, :]
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -220,7 +235,8 @@ def _write_momentum(
     scale_index, scale_mask = _two_blocks(line, j, row, num_rows, num_cols, half)
     scale = _write_scale(scales, scale_index, scale_mask, tl.max(tl.abs(blocks), 2), bytes)
     x = tl.minimum(tl.maximum(tl.reshape(blocks / scale[:, :, None], (rows, cols)), -1.0), 1.0)
-    noise = _random_16(values, param_idx, _SEED0, index).to(tl.float32) * (2.0**-16)
+    whole = _whole_elements(table, param_idx, matrix, row, col)
+    noise = _random_16(values, param_idx, _SEED0, whole).to(tl.float32) * (2.0**-16)
     level = tl.minimum(tl.maximum(tl.floor(noise + x * 7.0) + 8.0, 1.0), 15.0)
     # levels (rows, cols) -> (rows, half, 2) -> low and high nibbles, (rows, half) each
     low, high = tl.split(tl.reshape(tl.where(mask, level, 8.0).to(tl.int32), (rows, half, 2)))
@@ -249,8 +265,9 @@ def _bits(p):
 
 @triton.jit
 def _write_weight(
-    p, table, values, param_idx, index, mask, kind: tl.constexpr, rounding: tl.constexpr, aligned: tl.constexpr
+    p, table, values, param_idx, index, whole, mask, kind: tl.constexpr, rounding: tl.constexpr, aligned: tl.constexpr
 ):
+    """Store a weight; `whole` are the indices in the whole parameter."""
     if rounding == "compensated":
         bits = _bits(p)
         # The nearest bf16, and the signed remainder in 8 bits.
@@ -260,7 +277,7 @@ def _write_weight(
         tl.store(_pointer(table, param_idx, _LOW, tl.int8, aligned) + index, low.to(tl.int8), mask)
     elif rounding == "stochastic":
         # The carry of 16 random bits rounds up with the probability of the remainder.
-        bits = _bits(p).to(tl.uint32, bitcast=True) + _random_16(values, param_idx, _SEED1, index)
+        bits = _bits(p).to(tl.uint32, bitcast=True) + _random_16(values, param_idx, _SEED1, whole)
         tl.store(_pointer(table, param_idx, _PARAM, tl.uint16, aligned) + index, (bits >> 16).to(tl.uint16), mask)
     else:
         tl.store(_pointer(table, param_idx, _PARAM, kind, aligned) + index, p.to(kind), mask)
@@ -313,7 +330,7 @@ def _clipped(u, clip):
 
 @triton.jit
 def square_parts(
-    table, owners, row_parts, col_parts, grad: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr,
+    table, values, owners, row_parts, col_parts, grad: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr,
     cols: tl.constexpr,
 ):  # fmt: skip
     """Store partial sums of the squared gradient over rows and columns: (1), (2)."""
@@ -321,15 +338,14 @@ def square_parts(
     index = _elements(matrix, row, col, num_rows, num_cols)
     g = tl.load(_pointer(table, param_idx, _GRAD, grad, aligned) + index, mask, other=0.0).to(tl.float32)
     # No sum of squares along the longer side may overflow fp32.
-    longest = tl.maximum(num_rows, num_cols).to(tl.float32)
-    g = _bounded(g, 1.0 / tl.sqrt_rn(longest) * _BOUND)
+    g = _bounded(g, tl.load(values + param_idx * _NUM_VALUES + _BOUND))
     _add_parts(g * g, table, row_parts, col_parts, param_idx, matrix, i, j, row, col, num_rows, num_cols)
 
 
 @triton.jit
 def add_sums(
     table, values, owners, firsts, parts, field: tl.constexpr, first_part: tl.constexpr, count: tl.constexpr,
-    length: tl.constexpr, first_value: tl.constexpr, weight: tl.constexpr, size: tl.constexpr,
+    length: tl.constexpr, first_value: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Finish row averages, or column averages, from their parts: avg <- beta avg + (1 - beta) eps + w sum.
 
@@ -338,7 +354,7 @@ def add_sums(
     Args:
         field, first_part, count, length: columns of the int64 table: the averages, their first part, the number of
             parts of an average and of averages in a matrix.
-        first_value, weight: column of beta in the fp32 table, and of the weight counted from there.
+        first_value: column of beta in the fp32 table, followed by (1 - beta) eps and the weight.
     """
     program = tl.program_id(0)
     param_idx = tl.load(owners + program)
@@ -358,23 +374,23 @@ def add_sums(
     target = _pointer(table, param_idx, field, tl.float32, False) + index
     # beta avg + (1 - beta) eps
     kept = tl.load(target, index < total, other=0.0) * tl.load(numbers) + tl.load(numbers + 1)
-    tl.store(target, kept + tl.sum(sums, 0) * tl.load(numbers + weight), index < total)
+    tl.store(target, kept + tl.sum(sums, 0) * tl.load(numbers + 2), index < total)
 
 
 @triton.jit
 def root_means(table, owners, means, field: tl.constexpr, size: tl.constexpr):
-    """Store sqrt(mean(row)) of each matrix."""
+    """Store the root of the mean of each matrix's row averages, or of its column averages: both have the same mean."""
     program = tl.program_id(0)
     param_idx = tl.load(owners + program)
     fields = table + param_idx * _NUM_FIELDS
-    num_rows = tl.load(fields + _NUM_ROWS)
+    count = tl.load(fields + _MEAN_LENGTH)
     matrix = program - tl.load(fields + _FIRST_MATRIX)
-    source = _pointer(table, param_idx, field, tl.float32, False) + matrix * num_rows
+    source = _pointer(table, param_idx, field, tl.float32, False) + matrix * count
     line = tl.arange(0, size)
     sums = tl.zeros((size,), tl.float32)
-    for i in range(0, num_rows, size):
-        sums += tl.load(source + i + line, i + line < num_rows, other=0.0)
-    tl.store(means + program, tl.sqrt_rn(tl.sum(sums, 0) / num_rows.to(tl.float32)))
+    for i in range(0, count, size):
+        sums += tl.load(source + i + line, i + line < count, other=0.0)
+    tl.store(means + program, tl.sqrt_rn(tl.sum(sums, 0) / count.to(tl.float32)))
 
 
 @triton.jit
@@ -389,9 +405,8 @@ def whitened_squares(
 
 
 @triton.jit
-def clip_factors(table, values, totals, clips, maximize: tl.constexpr, size: tl.constexpr):
-    """Store 1 / max(1, RMS(u) / d) of each parameter, negative to ascend: (4)."""
-    param_idx = tl.program_id(0)
+def _add_totals(table, param_idx, totals, size: tl.constexpr):
+    """Return the sum of the totals of a parameter's tiles, in a fixed order."""
     fields = table + param_idx * _NUM_FIELDS
     first = tl.load(fields + _FIRST)
     count = tl.load(fields + _MATRICES) * tl.load(fields + _DOWN) * tl.load(fields + _ACROSS)
@@ -399,8 +414,30 @@ def clip_factors(table, values, totals, clips, maximize: tl.constexpr, size: tl.
     sums = tl.zeros((size,), tl.float32)
     for i in range(0, count, size):
         sums += tl.load(totals + first + i + index, i + index < count, other=0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def add_totals(table, totals, sums, size: tl.constexpr):
+    """Store the sum of squares of each parameter, of which this rank has a shard."""
+    param_idx = tl.program_id(0)
+    tl.store(sums + param_idx, _add_totals(table, param_idx, totals, size))
+
+
+@triton.jit
+def clip_factors(table, values, totals, clips, maximize: tl.constexpr, added: tl.constexpr, size: tl.constexpr):
+    """Store 1 / max(1, RMS(u) / d) of each parameter, negative to ascend: (4).
+
+    Args:
+        totals: sums of squares of the tiles, or of the parameters if they are `added` already.
+    """
+    param_idx = tl.program_id(0)
+    if added:
+        total = tl.load(totals + param_idx)
+    else:
+        total = _add_totals(table, param_idx, totals, size)
     # size = numel d^2, so the ratio is RMS(u) / d
-    ratio = tl.sqrt_rn(tl.sum(sums, 0) / tl.load(values + param_idx * _NUM_VALUES + _SIZE))
+    ratio = tl.sqrt_rn(total / tl.load(values + param_idx * _NUM_VALUES + _SIZE))
     factor = 1.0 / tl.where(ratio < 1.0, 1.0, ratio)  # NaN stays NaN
     tl.store(clips + param_idx, -factor if maximize else factor)
 
@@ -468,7 +505,10 @@ def apply(
         p += m * a[:, None] * b[None, :]
     else:
         p += m * scale
-    _write_weight(p, table, values, param_idx, index, mask, param, rounding, aligned)
+    whole = index
+    if rounding == "stochastic":
+        whole = _whole_elements(table, param_idx, matrix, row, col)
+    _write_weight(p, table, values, param_idx, index, whole, mask, param, rounding, aligned)
     if momentum != "none" and not written:
         _write_momentum(
             m, table, values, param_idx, matrix, j, row, col, num_rows, num_cols, mask, momentum, bytes, aligned, rows,
@@ -501,7 +541,7 @@ def moment_squares(table, values, owners, totals, grad: tl.constexpr, aligned: t
     source = _pointer(table, param_idx, _MOMENT, tl.float32, aligned) + index
     v = tl.load(source, mask, other=1.0) * tl.load(numbers + _BETA2) + tl.load(numbers + _BETA2 + 1)
     # v <- beta2 v + (1 - beta2)(g^2 + e1)
-    x = _bounded(g, _BOUND)
+    x = _bounded(g, tl.load(numbers + _BOUND))
     v += x * x * tl.load(numbers + _BETA2 + 2)
     tl.store(source, v, mask)
     u = tl.rsqrt(v) * g * tl.load(numbers + _SECOND)
@@ -529,4 +569,5 @@ def apply_moment(
     if decays:
         p += p * tl.load(numbers + _DECAY)
     p += m * tl.load(numbers + _SCALED)
-    _write_weight(p, table, values, param_idx, index, mask, param, rounding, aligned)
+    whole = index + tl.load(table + param_idx * _NUM_FIELDS + _START)
+    _write_weight(p, table, values, param_idx, index, whole, mask, param, rounding, aligned)
