@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,10 +56,13 @@ def everything_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of parameters that the kernels have stepped."""
     shapes: list[tuple[int, ...]] = []
-    step = _triton.step_params
-    monkeypatch.setattr(
-        _triton, "step_params", lambda steps: (shapes.extend(tuple(step.param.shape) for step in steps), step(steps))
-    )
+    begin = _triton.BatchStages.begin
+
+    def recorded(self: _triton.BatchStages, *args: Any) -> None:
+        shapes.extend(tuple(layout.param.shape) for layout in self._layouts)
+        begin(self, *args)
+
+    monkeypatch.setattr(_triton.BatchStages, "begin", recorded)
     return shapes
 
 
@@ -125,6 +131,85 @@ def test_lr_tensor_matches_float() -> None:
     options = {**DEBIASED, "capturable": True, "shapes": FEW}
     both = [trained(torch.float32, foreach=foreach, **options) for foreach in (None, False)]
     assert_close_steps(both, exact=True)
+
+
+def swap_data(params: list[nn.Parameter], optimizer: CAME) -> None:
+    params[0].data = params[0].data * 0.5
+
+
+def reshape_data(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.slice_state(params[0], 0, torch.arange(20))
+    params[0].data = params[0].data[:20]
+    params[0].grad = None
+
+
+def replace_state(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.state[params[0]]["row"] = optimizer.state[params[0]]["row"] * 2.0
+
+
+def swap_state(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.state[params[0]]["row"].data = optimizer.state[params[0]]["row"].data * 2.0
+
+
+def load_state(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def drop_gradient(params: list[nn.Parameter], optimizer: CAME) -> None:
+    params[1].grad = None
+
+
+def negate_gradient(params: list[nn.Parameter], optimizer: CAME) -> None:
+    params[0].grad = torch.randn(params[0].shape, dtype=torch.complex64, device=DEVICE).conj().imag
+
+
+def transpose_gradient(params: list[nn.Parameter], optimizer: CAME) -> None:
+    params[0].grad = torch.randn(params[0].shape[::-1], device=DEVICE).t()
+
+
+def add_group(params: list[nn.Parameter], optimizer: CAME) -> None:
+    params.append(nn.Parameter(torch.ones(20, 30, device=DEVICE)))
+    optimizer.add_param_group({"params": [params[-1]], "lr": 0.1})
+
+
+def change_numbers(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.5, 0.6, 0.7), "eps": (1e-10, 1e-10), "clip_threshold": 0.1}
+
+
+def change_options(params: list[nn.Parameter], optimizer: CAME) -> None:
+    optimizer.param_groups[0] |= {"maximize": True, "debias": False, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(swap_data, reshape_data, replace_state, swap_state, load_state, drop_gradient, negate_gradient),
+        *(transpose_gradient, add_group, change_numbers, change_options),
+    ],
+)
+def test_repeated_steps_see_changes(change: Callable[[list[nn.Parameter], CAME], None]) -> None:
+    both = []
+    for foreach in (None, False):
+        params, optimizer = trained(torch.float32, shapes=FEW, foreach=foreach, **DEBIASED)
+        assert (optimizer._repeated is None) is (foreach is False)
+        for number in range(2):
+            for index, param in enumerate(params):
+                generator = torch.Generator().manual_seed(10 * number + index)
+                param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
+            if number == 0:
+                torch.manual_seed(0)
+                change(params, optimizer)
+            optimizer.step()
+        both.append((params, optimizer))
+    assert_close_steps(both, exact=True)
+
+
+def test_repeated_steps_hold_no_gradients() -> None:
+    params, optimizer = trained(torch.float32, shapes=FEW, steps=3)
+    gradients = [weakref.ref(param.grad) for param in params]
+    optimizer.zero_grad()
+    assert all(gradient() is None for gradient in gradients)
+    assert copy.deepcopy(optimizer)._repeated is None
 
 
 def test_unsupported_parameters_take_eager_step(stepped: list[tuple[int, ...]]) -> None:

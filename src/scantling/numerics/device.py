@@ -61,6 +61,11 @@ def warn_if_slow_matmul(compute: str, device: torch.device, advice: str) -> None
         )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """True while a CUDA graph captures the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class DeviceTable:
     """Table that kernels read on their device, copied there again only if it has changed."""
 
@@ -79,7 +84,7 @@ class DeviceTable:
             table: int64 or float64.
             device: device of the kernels.
         """
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = is_capturing(device)
         if self._last is None or not np.array_equal(self._last, table):
             # A capture must not allocate pinned memory: it takes the buffer that an earlier call left.
             source = self._spare if is_captured else None

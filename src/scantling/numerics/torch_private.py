@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -236,6 +237,11 @@ def active_ddp_module() -> DistributedDataParallel | None:
 def comm_hooks(wrapper: nn.Module) -> list[Any]:
     """Return the communication hooks of a DistributedDataParallel. They can be registered publicly, but not listed."""
     return [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]
+
+
+local_part = attrgetter("_local_tensor")
+dtensor_spec = attrgetter("_spec")
+"""Local part, and mesh and placements, of a DTensor. The public `to_local` takes a hundred times longer."""
 
 
 def fsdp_state(module: Any) -> Any:

@@ -30,16 +30,20 @@ from torch import Tensor
 from scantling.numerics.torch_private import foreach_copy_
 from scantling.optim import _cpu, _eager, _triton
 from scantling.optim._eager import PartialSum, param_stages
+from scantling.optim.sharding import ShardPlan
 from scantling.optim.state import ParamStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def dispatch_steps(steps: Sequence[ParamStep]) -> None:
+def dispatch_steps(steps: Sequence[ParamStep]) -> list[_triton.BatchStages] | None:
     """Take the step of each parameter.
 
-    Collectives: those of `_step_sharded` if a parameter is sharded.
+    Collectives: those of `step_sharded` if a parameter is sharded.
+
+    Returns:
+        The stages of the kernels, if these have stepped all parameters: they can step them again.
     """
     in_c: list[ParamStep] = []
     in_triton: list[ParamStep] = []
@@ -57,41 +61,55 @@ def dispatch_steps(steps: Sequence[ParamStep]) -> None:
         else:
             eager.append(step)
     _cpu.step_params(in_c)
-    _triton.step_params(in_triton)
+    stages = []
+    for each in _triton.batch_stages(in_triton):
+        step_unsharded(each)
+        stages.append(each)
     for step in eager:
         _eager.step_param(step)
-    _step_sharded(sharded)
+    stages += _step_sharded(sharded)
+    return stages if sum(len(each.indices) for each in stages) == len(steps) else None
 
 
-def _step_sharded(steps: Sequence[ParamStep]) -> None:
-    """Take the step of all sharded parameters of an optimizer.
+def step_unsharded(stages: _Stages) -> None:
+    """Take the step of parameters whose stages leave no partial sums."""
+    stages.accumulate()
+    stages.whiten()
+    stages.update_instability()
+    stages.apply()
+
+
+def _step_sharded(steps: Sequence[ParamStep]) -> list[_triton.BatchStages]:
+    """Take the step of all sharded parameters of an optimizer; return the stages of the kernels.
 
     Collectives: at most three all-reduces for each process group that shards a parameter (and each of fp32 and fp64
     statistics), in the order of the parameters, which must be the same on all ranks.
     """
-    in_triton = [step for step in steps if step.hyper.foreach is not False and _triton.can_step(step)]
-    compiled = {step.param_idx for step in in_triton}
-    eager = [_EagerStages(step) for step in steps if step.param_idx not in compiled]
-    stages: list[_Stages] = [*_triton.batch_stages(in_triton), *eager]
+    can_step = [step for step in steps if step.hyper.foreach is not False and _triton.can_step(step)]
+    in_triton = {step.param_idx for step in can_step}
+    kernels = list(_triton.batch_stages(can_step))
+    eager = [_EagerStages(step) for step in steps if step.param_idx not in in_triton]
+    stages: list[_Stages] = [*kernels, *eager]
     # Equations (1) and (2), with the number of gradients in the same all-reduce.
     num_grads = {step.param_idx: step.scalar(float(step.has_grad)) for step in steps}
     partial = _partial_sums(stages, "accumulate")
     partial += [(num_grads[step.param_idx], step.plan.groups(range(step.param.ndim))) for step in steps]
-    _all_reduce(partial)
+    SumsOverRanks(partial).all_reduce()
     unused = _without_grad(eager, num_grads)
     stages = [each for each in stages if not any(each is other for other in unused)]
     # Equation (3), then (4) to (8), then (9) and (10).
-    _all_reduce(_partial_sums(stages, "whiten"))
-    _all_reduce(_partial_sums(stages, "update_instability"))
+    SumsOverRanks(_partial_sums(stages, "whiten")).all_reduce()
+    SumsOverRanks(_partial_sums(stages, "update_instability")).all_reduce()
     for each in stages:
         each.apply()
+    return kernels
 
 
 class _Stages(Protocol):
-    """Stages of several parameters: those of `ParamStages`, with the partial sums of each parameter."""
+    """Stages of several parameters, by their indices: those of `ParamStages`, with the partial sums of each."""
 
     @property
-    def steps(self) -> Sequence[ParamStep]: ...
+    def indices(self) -> Sequence[int]: ...
 
     def accumulate(self) -> list[list[PartialSum]]: ...
 
@@ -109,7 +127,7 @@ class _EagerStages:
     """
 
     def __init__(self, step: ParamStep) -> None:
-        self.steps = [step]
+        self.indices, self.has_grad = [step.param_idx], step.has_grad
         self._stages = param_stages(step)
         changed = () if step.has_grad else (step.state[key] for key in ("row", "col") if key in step.state)
         self._backup = [(tensor, tensor.clone()) for tensor in changed]
@@ -136,11 +154,7 @@ def _partial_sums(stages: Sequence[_Stages], stage: str) -> list[PartialSum]:
 
     Ranks may differ in which parameters the kernels step, but must send the sums in the same order.
     """
-    found = [
-        (step.param_idx, partial)
-        for each in stages
-        for step, partial in zip(each.steps, getattr(each, stage)(), strict=True)
-    ]
+    found = [pair for each in stages for pair in zip(each.indices, getattr(each, stage)(), strict=True)]
     return [part for _, partial in sorted(found, key=itemgetter(0)) for part in partial]
 
 
@@ -151,28 +165,71 @@ def _without_grad(eager: Sequence[_EagerStages], num_grads: dict[int, Tensor]) -
         eager: stages of parameters, among them all those without a gradient on this rank.
         num_grads: number of ranks with a gradient, 0-D, by the indices of the parameters.
     """
-    missing = [stages for stages in eager if not stages.steps[0].has_grad]
+    missing = [stages for stages in eager if not stages.has_grad]
     if not missing:
         return []
     # waits for the device
-    counts = torch.stack([num_grads[stages.steps[0].param_idx].float() for stages in missing]).tolist()
+    counts = torch.stack([num_grads[stages.indices[0]].float() for stages in missing]).tolist()
     unused = [stages for stages, count in zip(missing, counts, strict=True) if not count]
     for stages in unused:
         stages.restore()
     return unused
 
 
-def _all_reduce(partial: Iterable[PartialSum]) -> None:
-    """Sum partial tensors over ranks, in place. Collectives: one all-reduce for each process group and dtype."""
-    buckets: dict[tuple[ProcessGroup, torch.dtype], list[Tensor]] = {}
-    for tensor, groups in partial:
-        for group in groups:
-            buckets.setdefault((group, tensor.dtype), []).append(tensor)
-    for (group, _), tensors in buckets.items():
-        # One flat buffer, since many small all-reduces would wait for latency.
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if not flat.numel():
-            continue
-        torch.distributed.all_reduce(flat, group=group)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+class SumsOverRanks:
+    """All-reduces of partial sums, one for each process group and dtype.
+
+    Args:
+        partial: tensors that are summed over ranks in place, in an order that is the same on all ranks.
+    """
+
+    def __init__(self, partial: Iterable[PartialSum]) -> None:
+        buckets: dict[tuple[ProcessGroup, torch.dtype], list[Tensor]] = {}
+        for tensor, groups in partial:
+            for group in groups:
+                buckets.setdefault((group, tensor.dtype), []).append(tensor.view(-1))
+        self._buckets = [(group, tensors, [len(each) for each in tensors]) for (group, _), tensors in buckets.items()]
+
+    def all_reduce(self) -> None:
+        for group, tensors, sizes in self._buckets:
+            # One flat buffer, since many small all-reduces would wait for latency.
+            flat = torch.cat(tensors)
+            if flat.numel():
+                torch.distributed.all_reduce(flat, group=group)
+                foreach_copy_(tensors, torch.split(flat, sizes))
+
+
+class RepeatedSharded:
+    """Step of sharded parameters by the kernels, taken again; this rank has all of their gradients.
+
+    Args:
+        stages: stages of the kernels.
+        plans: shard plans of the parameters, in their order.
+    """
+
+    def __init__(self, stages: Sequence[_triton.BatchStages], plans: Sequence[ShardPlan]) -> None:
+        self._stages, self._plans = stages, plans
+        self._sums: dict[str, SumsOverRanks] = {}
+        self._num_grads = torch.ones(len(plans), device=stages[0].device)
+
+    def step(self) -> None:
+        """Take the step, once all stages have begun it. Collectives: those of `_step_sharded`."""
+        for stage in ("accumulate", "whiten", "update_instability"):
+            if stage in self._sums:
+                for each in self._stages:
+                    getattr(each, stage)()
+            else:
+                # The tensors stay the same from step to step.
+                self._sums[stage] = SumsOverRanks([*_partial_sums(self._stages, stage), *self._counts(stage)])
+            if stage == "accumulate":
+                self._num_grads.fill_(1.0)
+            self._sums[stage].all_reduce()
+        for each in self._stages:
+            each.apply()
+
+    def _counts(self, stage: str) -> list[PartialSum]:
+        """Return the number of gradients of each parameter, which other ranks may not know, in the first stage."""
+        if stage != "accumulate":
+            return []
+        groups = [plan.groups(range(len(plan.shape))) for plan in self._plans]
+        return list(zip(self._num_grads.unbind(), groups, strict=True))

@@ -26,7 +26,7 @@ from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_k
 from scantling.numerics.torch_private import foreach_add_
 from scantling.optim._eager import PartialSum
 from scantling.optim.codecs import noise_seed
-from scantling.optim.state import ParamLayout, ParamStep, is_plain_memory
+from scantling.optim.state import HyperParams, ParamLayout, ParamStep, is_plain_memory
 
 DEVICES = ("cuda",)
 ROWS = 32
@@ -65,15 +65,6 @@ def scratch_bytes(steps: Sequence[ParamStep]) -> int:
     """Return the bytes that a step of these parameters allocates for its largest launch."""
     factored = [step for step in steps if step.view is not None]
     return max((sum(map(_partial_bytes, batch)) for batch in _split_batches(factored)), default=0)
-
-
-def step_params(steps: Sequence[ParamStep]) -> None:
-    """Take the step of parameters that `can_step` accepted and that are not sharded."""
-    for stages in batch_stages(steps):
-        stages.accumulate()
-        stages.whiten()
-        stages.update_instability()
-        stages.apply()
 
 
 def batch_stages(steps: Sequence[ParamStep]) -> Iterator[BatchStages]:
@@ -220,26 +211,57 @@ _NUM_LOGS = 3
 class BatchStages:
     """The four stages of several parameters of a kind, called in this order, see `_eager.ParamStages`.
 
-    Each of the first three returns for every parameter what must be summed over ranks before the next is called.
+    Each of the first three returns for every parameter what must be summed over ranks before the next is called. After
+    `begin`, the stages can be called again for the next step: they hold no gradients.
 
     Args:
         key: kind of the parameters.
         steps: steps of the parameters.
         tile: rows and columns of a tile.
+
+    Attributes:
+        indices: indices of the parameters in the optimizer.
+        device: device of the parameters.
+        is_aligned: True if every gradient must be at a multiple of 16 bytes.
+        is_sharded: True if the partial sums must be summed over ranks.
     """
 
     def __init__(self, key: _LaunchKey, steps: Sequence[ParamStep], tile: tuple[int, int]) -> None:
         from scantling.optim.kernels import came_gpu
 
-        self._key, self.steps, self._kernels = key, steps, came_gpu
-        sizes = tuple(step.layout.sizes for step in steps)
-        self._grid, field_table, value_table = _cached_tables(key, sizes, tile)
-        self._table = field_table.upload(self._fields(), key.device)
-        self._host_values = value_table.upload(self._values(), key.device)
-        self._numbers = self._host_values[:, : len(came_gpu.VALUES)].float()  # (parameters, VALUES)
-        # totals: a sum of squares per tile; clips: a factor per parameter
-        self._totals = self._new(len(self._grid.tiles))
-        self._clips = self._new(len(steps))
+        self._key, self._kernels, self._layouts = key, came_gpu, [step.layout for step in steps]
+        self.indices = [step.param_idx for step in steps]
+        self.device, self.is_aligned, self.is_sharded = key.device, key.is_aligned, key.is_sharded
+        self._partial: dict[str, list[list[PartialSum]]] = {}  # partial sums, the same tensors in every step
+        sizes = tuple(layout.sizes for layout in self._layouts)
+        self._grid, self._field_table, self._value_table = _cached_tables(key, sizes, tile)
+        # Parameters of one group, shape and place share a row of numbers: the first of them, and the row of each.
+        kinds: dict[Any, int] = {}
+        for i, step in enumerate(steps):
+            kinds.setdefault((id(step.hyper), *_value_kind(step.layout)), i)
+        self._firsts = list(kinds.values())
+        rows = {kind: row for row, kind in enumerate(kinds)}
+        self._rows = np.array([rows[id(step.hyper), *_value_kind(step.layout)] for step in steps])
+        self._params = [layout.param for layout in self._layouts]
+        self._counters = [layout.state["step"] for layout in self._layouts]
+        self._fields = self._build_fields()
+        # totals: a sum of squares per tile; sums and clips: one and a factor per parameter
+        self._totals, self._sums, self._clips = map(self._new, (len(self._grid.tiles), len(steps), len(steps)))
+        self.begin([step.grad.data_ptr() for step in steps], [step.hyper for step in steps])
+
+    def begin(self, grads: Sequence[int] | np.ndarray[Any, Any], hypers: Sequence[HyperParams]) -> None:
+        """Begin a step of the same parameters.
+
+        Args:
+            grads: addresses of their gradients.
+            hypers: their hyper-parameters, which may differ from those of earlier steps in numbers only.
+        """
+        self._fields[:, self._kernels.FIELDS.index("grad")] = grads
+        self._table = self._field_table.upload(self._fields.copy(), self._key.device)
+        values = np.array([_value_row(self._layouts[i], hypers[i]) for i in self._firsts])[self._rows]
+        self._host_values = self._value_table.upload(values, self._key.device)
+        self._numbers = self._host_values[:, : len(self._kernels.VALUES)].float()  # (parameters, VALUES)
+        self._lr = hypers[0].lr
 
     def accumulate(self) -> list[list[PartialSum]]:
         raise NotImplementedError
@@ -254,42 +276,29 @@ class BatchStages:
         raise NotImplementedError
 
     def _new(self, size: int) -> Tensor:
-        return self._table.new_empty(size, dtype=torch.float32)
+        return torch.empty(size, dtype=torch.float32, device=self._key.device)
 
     def _device(self) -> AbstractContextManager[object]:
-        return device_context(self.steps[0].param)
+        return device_context(self._clips)
 
-    def _fields(self) -> np.ndarray[Any, Any]:
-        """Return the int64 table of the kernels, one row per parameter."""
+    def _build_fields(self) -> np.ndarray[Any, Any]:
+        """Return the int64 table of the kernels, one row per parameter, without the gradients."""
         names = self._kernels.FIELDS
-        fields = np.zeros((len(self.steps), len(names)), dtype=np.int64)
+        fields = np.zeros((len(self._layouts), len(names)), dtype=np.int64)
         for name, column in self._grid.fields.items():
             fields[:, names.index(name)] = column
-        for step, row in zip(self.steps, fields, strict=True):
-            layout = step.layout
+        for index, layout, row in zip(self.indices, self._layouts, fields, strict=True):
             # `FIELDS` begins with the addresses of the layout, and the gradient.
-            first = (*(layout.pointers or ()), step.grad.data_ptr(), *_mean_sources(layout), step.param_idx)
-            row[: len(first) + 4] = *first, _mean_length(layout), *(layout.place or ())
+            first = *(layout.pointers or ()), 0, *_mean_sources(layout), index, _mean_length(layout)
+            row[: len(first) + 3] = *first, *(layout.place or ())
         return fields
-
-    def _values(self) -> np.ndarray[Any, Any]:
-        """Return the fp64 table on the host: `VALUES`, without what depends on the step, and log(beta)."""
-        rows: dict[Any, tuple[float, ...]] = {}  # parameters of one group, shape and place share a row
-        values = np.empty((len(self.steps), len(self._kernels.VALUES) + _NUM_LOGS))
-        for step, row in zip(self.steps, values, strict=True):
-            shared = id(step.hyper), step.layout.first_ranks, step.plan.shape, step.view
-            if shared not in rows:
-                rows[shared] = _value_row(step)
-            row[:] = rows[shared]
-        return values
 
     def _count_step(self) -> None:
         """Count the step; add what depends on it to the numbers: corrections, seeds, learning rates in tensors."""
         key, names, numbers = self._key, self._kernels.VALUES, self._numbers
-        counters = [step.state["step"] for step in self.steps]
-        foreach_add_(counters, 1.0)
+        foreach_add_(self._counters, 1.0)
         # Computed on the device from the step counters, so that a CUDA graph replays them.
-        stacked = torch.stack(counters)
+        stacked = torch.stack(self._counters)
         scale = numbers[:, names.index("scale")]
         if key.debias:
             correction = -torch.expm1(stacked.double()[:, None] * self._host_values[:, len(names) :])  # (parameters, 3)
@@ -297,8 +306,8 @@ class BatchStages:
             factor = correction[:, 2].sqrt() / correction[:, 0] if key.confidence else 1.0 / correction[:, 0]
             scale.copy_(self._host_values[:, names.index("scale")] * factor)
         if key.lr is not None:
-            scale.mul_(self.steps[0].hyper.lr)
-            numbers[:, names.index("decay")].mul_(self.steps[0].hyper.lr)
+            scale.mul_(self._lr)
+            numbers[:, names.index("decay")].mul_(self._lr)
         if key.momentum == "int4" or key.rounding == "stochastic":
             # Seeds are int32 bits in columns of the fp32 table.
             seeds, param_idx = numbers.view(torch.int32), self._table[:, self._kernels.FIELDS.index("param_idx")]
@@ -307,26 +316,27 @@ class BatchStages:
 
     def _sum_totals(self) -> list[list[PartialSum]]:
         """Return the sum of squares of each parameter, if this rank has shards of them."""
-        if not self._key.is_sharded:
-            return [[] for _ in self.steps]
-        self._sums = self._new(len(self.steps))
-        self._kernels.add_totals[(len(self.steps),)](self._table, self._totals, self._sums, _MATRIX)
-        return [
-            [(total, step.plan.groups(range(step.param.ndim)))]
-            for total, step in zip(self._sums.unbind(), self.steps, strict=True)
-        ]
+        if not self.is_sharded:
+            return self._nothing()
+        self._kernels.add_totals[(len(self._sums),)](self._table, self._totals, self._sums, _MATRIX)
+        if "totals" not in self._partial:
+            groups = [layout.plan.groups(range(layout.param.ndim)) for layout in self._layouts]
+            self._partial["totals"] = [[pair] for pair in zip(self._sums.unbind(), groups, strict=True)]
+        return self._partial["totals"]
+
+    def _nothing(self) -> list[list[PartialSum]]:
+        return self._partial.setdefault("nothing", [[] for _ in self._layouts])
 
     def _clip(self) -> None:
         """Compute (4) from the sums of squares, once they are summed over ranks."""
-        is_sharded = self._key.is_sharded
-        totals = self._sums if is_sharded else self._totals
-        self._kernels.clip_factors[(len(self.steps),)](
-            *(self._table, self._numbers, totals, self._clips, self._key.maximize, is_sharded, _MATRIX)
+        totals = self._sums if self.is_sharded else self._totals
+        self._kernels.clip_factors[(len(self._clips),)](
+            *(self._table, self._numbers, totals, self._clips, self._key.maximize, self.is_sharded, _MATRIX)
         )
 
     def _finish(self) -> None:
         # Autograd does not see writes from kernels: a backward pass that still needs the old weights must raise.
-        torch.autograd.graph.increment_version([step.param for step in self.steps])
+        torch.autograd.graph.increment_version(self._params)
 
 
 class _FactoredStages(BatchStages):
@@ -363,7 +373,7 @@ class _FactoredStages(BatchStages):
         with self._device():
             self._clip()
             if not self._key.confidence:
-                return [[] for _ in self.steps]
+                return self._nothing()
             parts = self._new_parts()
             self._kernels.instability_parts[(len(self._grid.tiles),)](
                 *(self._table, self._numbers, self._grid.tiles, self._means, self._clips, *parts),
@@ -404,13 +414,15 @@ class _FactoredStages(BatchStages):
                 *(self._table, self._numbers, owners, firsts, part, *map(fields.index, names)),
                 *(values.index(first_value), _LINE),
             )
-        if not self._key.is_sharded:
-            return [[] for _ in self.steps]
-        return [
-            [(step.state[row], step.plan.groups(step.view[1])), (step.state[col], step.plan.groups(step.view[0]))]
-            for step in self.steps
-            if step.view is not None
-        ]
+        if not self.is_sharded:
+            return self._nothing()
+        if row not in self._partial:
+            self._partial[row] = [
+                [(each.state[row], each.plan.groups(each.view[1])), (each.state[col], each.plan.groups(each.view[0]))]
+                for each in self._layouts
+                if each.view is not None
+            ]
+        return self._partial[row]
 
     def _root_means(self, field: str, means: Tensor) -> None:
         place = self._kernels.FIELDS.index(field)
@@ -426,7 +438,7 @@ class _FullStages(BatchStages):
         self._shape = {"aligned": key.is_aligned, "size": _VECTOR}
 
     def accumulate(self) -> list[list[PartialSum]]:
-        return [[] for _ in self.steps]
+        return self._nothing()
 
     def whiten(self) -> list[list[PartialSum]]:
         with self._device():
@@ -437,7 +449,7 @@ class _FullStages(BatchStages):
             return self._sum_totals()
 
     def update_instability(self) -> list[list[PartialSum]]:
-        return [[] for _ in self.steps]
+        return self._nothing()
 
     def apply(self) -> None:
         key = self._key
@@ -462,9 +474,14 @@ def _mean_length(layout: ParamLayout) -> int:
     return cols if layout.has_sharded_rows else rows
 
 
-def _value_row(step: ParamStep) -> tuple[float, ...]:
+def _value_kind(layout: ParamLayout) -> tuple[Any, ...]:
+    """Return what `_value_row` depends on, besides the hyper-parameters."""
+    return layout.first_ranks, layout.plan.shape, layout.view
+
+
+def _value_row(layout: ParamLayout, hyper: HyperParams) -> tuple[float, ...]:
     """Return the row of a parameter in the fp64 table: `VALUES`, without what depends on the step, and log(beta)."""
-    hyper, view, plan = step.hyper, step.view, step.plan
+    view, plan = layout.view, layout.plan
     # A learning rate in a tensor is multiplied on the device, so that the host never reads it.
     lr = 1.0 if isinstance(hyper.lr, Tensor) else hyper.lr
     # sizes of the whole matrix
@@ -472,7 +489,7 @@ def _value_row(step: ParamStep) -> tuple[float, ...]:
 
     def averages(beta: float, eps: float, weight: float) -> Iterator[float]:
         """Yield beta, (1 - beta) eps and the weight of the sum, of row and of column averages."""
-        for is_first, count in zip(step.layout.first_ranks, (cols, rows), strict=True):
+        for is_first, count in zip(layout.first_ranks, (cols, rows), strict=True):
             # The old value counts once in the sum over ranks.
             yield from (beta, (1.0 - beta) * eps) if is_first else (0.0, 0.0)
             yield weight / count

@@ -68,8 +68,10 @@ from torch import Tensor
 
 from scantling.errors import UserError
 from scantling.groups import check_matrix_dims
+from scantling.numerics.device import is_capturing
 from scantling.numerics.torch_private import disable_dynamo
 from scantling.optim._dispatch import dispatch_steps
+from scantling.optim._repeat import RepeatedStep
 from scantling.optim.checks import (
     check_grads,
     check_hyperparams,
@@ -191,6 +193,7 @@ class CAME(torch.optim.Optimizer):
         # By id of a parameter, its group and its index; built at the first use.
         self._param_index: dict[int, tuple[int, int]] | None = None
         self._layouts: dict[Tensor, ParamLayout] = {}  # see `_layout`
+        self._repeated: RepeatedStep | None = None  # the last step, if kernels have taken it
         self.released: set[int] = set()  # ids of parameters that the backward pass steps
         super().__init__(params, defaults)
 
@@ -199,6 +202,7 @@ class CAME(torch.optim.Optimizer):
         # A copy has other parameters, with other ids and addresses.
         self._param_index = None
         self._layouts = {}
+        self._repeated = None
         self.released = set()
         for group in self.param_groups:
             # A pickle of an older version may lack options.
@@ -261,6 +265,10 @@ class CAME(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._repeated is not None:
+            if self._repeated.take(self.param_groups, self.state):
+                return loss
+            self._repeated = None
         # Check everything before the first parameter changes.
         check_grads(self.param_groups)
         steps: list[ParamStep] = []
@@ -273,7 +281,9 @@ class CAME(torch.optim.Optimizer):
                 param_idx += 1
         if len(self._layouts) > param_idx:  # groups have lost parameters: let go of their state
             self._layouts = {param: self._layouts[param] for param in self.parameters() if param in self._layouts}
-        dispatch_steps(steps)
+        stages = dispatch_steps(steps)
+        if stages and not is_capturing(stages[0].device):
+            self._repeated = RepeatedStep(self.param_groups, self.state, self._layouts, stages)
         return loss
 
     @disable_dynamo
@@ -328,6 +338,7 @@ class CAME(torch.optim.Optimizer):
             return  # the state will be made at the first step, in the shape of the sliced parameter
         # The cached layout holds addresses of the old state.
         self._layouts.pop(param, None)
+        self._repeated = None
         shape = param_shape(state)
         dim, index = check_slice(shape, dim, index)
         if not len(index):
@@ -431,6 +442,7 @@ class CAME(torch.optim.Optimizer):
         finally:
             self.released = released
             self._layouts = {}
+            self._repeated = None
 
 
 def _move_lr(group: dict[str, Any]) -> None:
