@@ -126,7 +126,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense, init of 0.02": {"form": "dense", "init_std": 0.02},
 }
 """Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
-RATES = [0.25e-3 * 2**power for power in range(7)]
+RATES = [0.125e-3 * 2**power for power in range(8)]
 RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0, 9.0]
 
 
@@ -134,7 +134,7 @@ def coordinates(settings: Mapping[str, Any]) -> dict[str, Grid]:
     """Return the grids of the rates of a row, in the order of the search."""
     is_dense = settings["form"] == "dense"
     return {
-        "lr": Grid(RATES, start=2 if is_dense else 4),
+        "lr": Grid(RATES, start=3 if is_dense else 5),
         "layers_ratio": Grid(RATIOS, start=3 if is_dense else 2),
         "embedding_ratio": Grid(RATIOS, start=3),
     }
