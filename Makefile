@@ -53,7 +53,7 @@ format: setup ## format and auto-fix the code with ruff
 bench: setup ## measure our training loop against a bare PyTorch loop and HF Trainer, on this CPU
 	@$(BIN)/python benchmarks/baseline.py --threads 1
 
-bench-gpu: setup ## run the GPU tests and benchmarks (needs an NVIDIA GPU; under 9 minutes)
+bench-gpu: setup ## run the GPU tests and benchmarks (needs an NVIDIA GPU; 14 minutes)
 	@$(BIN)/python benchmarks/gpu.py
 
 docs: setup ## build the documentation into docs/_build/html

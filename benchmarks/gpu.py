@@ -1,10 +1,13 @@
 """Run everything that needs an NVIDIA GPU: the GPU tests, then every GPU benchmark, most important first.
 
-    make bench-gpu            (or: PYTHONPATH=src python benchmarks/gpu.py --out benchmarks/results)
+    make bench-gpu            (or: PYTHONPATH=src python benchmarks/gpu.py)
+    python benchmarks/gpu.py --dry           the same parts, tiny and on the CPU, to find mistakes without a GPU
+    python benchmarks/gpu.py --table         write the table of the newest results into docs/evidence/gpu.md
 
-Each part has its own time limit and process. Its result is written as soon as it ends, so an interruption loses at most
-one part. All parts together stay under nine minutes. To run a part that was skipped for lack of time, name it with
---parts. Without a GPU, the script says so and exits with code 4, because a test that did not run has not passed.
+Each part has its own process and time limit, and compares rows with controls of the same process. All parts together
+take at most 15 minutes. Results are files of benchmarks/results/gpu-DATE, written as soon as they exist, so that an
+interruption loses at most one part; gpu-DATE/summary.json lists the parts. Name single parts with --parts. Without a
+GPU, the script says so and exits with code 4, because a test that did not run has not passed.
 """
 
 from __future__ import annotations
@@ -15,119 +18,219 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs" / "evidence" / "gpu.md"
+BEGIN, END = "<!-- table of benchmarks/gpu.py -->", "<!-- end of the table -->"
 NO_GPU = 4
-SECONDS = 530
-"""Default time limit of all parts together, in seconds."""
+SECONDS = 840
+"""Time limit of all parts together, in seconds."""
+LEAST_SECONDS = 20
+"""Time below which no part is begun."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and its time limit in seconds."""
+    """A script of this folder with its arguments.
+
+    Attributes:
+        name: name of the part and of its result.
+        seconds: time limit.
+        script: name of the script.
+        arguments: arguments on a GPU.
+        dry: arguments of a tiny run on the CPU.
+    """
 
     name: str
     seconds: int
-    arguments: tuple[str, ...]
+    script: str
+    arguments: str = ""
+    dry: str = "--device cpu --rounds 1"
+
+    def command(self, out: Path, *, is_dry: bool) -> list[str]:
+        """Return the command line, which writes its result to a file of `out`."""
+        arguments = (self.dry if is_dry else self.arguments).split()
+        return [
+            sys.executable,
+            str(ROOT / "benchmarks" / self.script),
+            *arguments,
+            "--out",
+            str(out / f"{self.name}.json"),
+        ]
 
 
-def parts(out: Path) -> list[Part]:
-    """Return the parts to run, most important first."""
-    shape = ("--presets", "llama-130m", "--batch-size", "16", "--seq-len", "1024", "--rounds", "1")
-    baseline = (str(ROOT / "benchmarks/baseline.py"), "--device", "cuda", "--compute", "bf16", "--blocks", *shape)
-    optim, tensor, comm = (str(ROOT / f"benchmarks/{name}_gpu.py") for name in ("optim", "tensor", "comm"))
-
-    def alone(name: str, seconds: int, *arguments: str) -> Part:
-        """Return a part that runs optim_gpu.py."""
-        return Part(name, seconds, (optim, *arguments, "--out", str(out / f"gpu-{name}.json")))
-
-    def steps(batch: int) -> Part:
-        """Return a part that times training steps of the six-encoder transformer at one batch size."""
-        name = f"tensor-steps-{batch}"
-        found = str(out / f"gpu-{name}.json")
-        return Part(name, 120, (tensor, "steps", "--batches", str(batch), "--rounds", "10", "--out", found))
-
-    precision = (str(ROOT / "benchmarks/low_precision.py"), "--device", "cuda", "--rounds", "30")
-    return [
-        Part(
-            "tests", 120, ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
-        ),
-        steps(32),
-        steps(128),
-        Part("low-precision", 120, (*precision, "--out", str(out / "gpu-low-precision.json"))),
-        steps(1),
-        Part("tensor-lookup", 60, (tensor, "lookup", "--out", str(out / "gpu-tensor-lookup.json"))),
-        alone("optim-step-350m", 90, "--size", "350m"),
-        Part("comm-codec-1.3b", 100, (comm, "--out", str(out / "gpu-comm-codec-1.3b.json"))),
-        alone("optim-tokens-350m", 120, "--size", "350m", "--end-to-end", "--rounds", "20"),
-        alone("optim-step-1.3b", 100, "--size", "1.3b", "--rounds", "30"),
-        Part(
-            "train-llama-130m-compiled",
-            150,
-            (*baseline, "--compile", "--steps", "60", "--out", str(out / "gpu-baseline-compiled.json")),
-        ),
-        Part(
-            "train-llama-130m-eager",
-            80,
-            (*baseline, "--steps", "40", "--out", str(out / "gpu-baseline-eager.json")),
-        ),
-        alone("optim-tokens-1.3b", 150, "--size", "1.3b", "--end-to-end", "--rounds", "10"),
-    ]
+TINY = "--device cpu --rounds 1 --size tiny"
+PARTS = (
+    Part("steps-1", 70, "tensor_gpu.py", "steps --batches 1 --rounds 20", "steps --batches 1 --device cpu --rounds 1"),
+    Part(
+        "steps-32", 70, "tensor_gpu.py", "steps --batches 32 --rounds 10", "steps --batches 2 --device cpu --rounds 1"
+    ),
+    Part(
+        "steps-128", 70, "tensor_gpu.py", "steps --batches 128 --rounds 10", "steps --batches 3 --device cpu --rounds 1"
+    ),
+    Part("blocks", 110, "tensor_gpu.py", "blocks --rounds 10", "blocks --device cpu --rounds 1"),
+    Part("exchange", 65, "comm_gpu.py", "--rounds 10", "--tiny --device cpu --rounds 1"),
+    Part("optim-tokens-350m", 60, "optim_gpu.py", "--size 350m --end-to-end --rounds 20", f"--end-to-end {TINY}"),
+    Part("optim-tokens-1.3b", 80, "optim_gpu.py", "--size 1.3b --end-to-end --rounds 10", f"--end-to-end {TINY}"),
+    Part("optim-sharded-1.3b", 40, "optim_gpu.py", "--size 1.3b --sharded --rounds 20", f"--sharded {TINY}"),
+    Part("optim-step-350m", 40, "optim_gpu.py", "--size 350m --rounds 20", TINY),
+    Part(
+        "low-precision",
+        50,
+        "low_precision.py",
+        "--device cuda --rounds 15",
+        "--device cpu --rounds 1 --size 64 --rank 4 --tokens 32 --kinds cores --eager",
+    ),
+    Part("lookup", 25, "tensor_gpu.py", "lookup --rounds 10", "lookup --device cpu --rounds 1"),
+    Part("llama-130m", 300, "llama_gpu.py", "--seconds 50", "--device cpu"),
+)
+"""Parts after the tests, most important first; the last one takes the rest of the time."""
+TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
+TESTS_SECONDS = 100
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="time for everything")
-    parser.add_argument("--parts", nargs="*", help="only these, by name")
-    options = parser.parse_args()
-    chosen = [part for part in parts(options.out) if options.parts is None or part.name in options.parts]
-    if not chosen:
-        parser.error(f"no such part; there are {', '.join(part.name for part in parts(options.out))}")
+def run_part(command: list[str], log: Path, seconds: float) -> str:
+    """Run a command with its output in a file; return its status."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    with open(log, "w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, env=environment, cwd=ROOT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"stopped after its {seconds:.0f} s"
+    return "passed" if done.returncode == 0 else f"failed with exit code {done.returncode}"
 
+
+def run_all(names: list[str] | None, out: Path, seconds: float, *, is_dry: bool) -> int:
+    """Run the tests and the parts in order; return the exit code."""
     import torch
 
-    if not torch.cuda.is_available():
-        print("bench-gpu: no NVIDIA GPU here; nothing was run, and this does not count as passed")
-        return NO_GPU
-    options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.seconds
-    summary = {
+    out.mkdir(parents=True, exist_ok=True)
+    commands = {} if is_dry else {"tests": ([sys.executable, *TESTS], TESTS_SECONDS)}
+    commands |= {part.name: (part.command(out, is_dry=is_dry), part.seconds) for part in PARTS}
+    end = time.monotonic() + seconds
+    summary: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": None if is_dry else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "parts": {},
     }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    for part in chosen:
-        box = min(part.seconds, end - time.monotonic())
-        if box < 20:
-            summary["parts"][part.name] = {"status": "not run: no time was left"}
+    for name, (command, limit) in commands.items():
+        if names is not None and name not in names:
+            continue
+        box = min(limit, end - time.monotonic())
+        if box < LEAST_SECONDS:
+            summary["parts"][name] = {"status": "not run: no time was left"}
             continue
         began = time.monotonic()
-        log = options.out / f"gpu-{part.name}.log"
-        with open(log, "w", encoding="utf-8") as file:
-            try:
-                done = subprocess.run(
-                    [sys.executable, *part.arguments],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=box,
-                    env=environment,
-                    cwd=ROOT,
-                    check=False,
-                )
-                status = "passed" if done.returncode == 0 else f"failed with exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                status = f"stopped after its {box:.0f} s"
-        text = log.read_text(encoding="utf-8")
-        summary["parts"][part.name] = {"status": status, "seconds": round(time.monotonic() - began, 1)}
-        (options.out / "gpu-summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        print(f"== {part.name}: {status}\n{text[-2500:]}", flush=True)
+        log = out / f"{name}.log"
+        status = run_part(command, log, box)
+        summary["parts"][name] = {"status": status, "seconds": round(time.monotonic() - began, 1)}
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        print(f"== {name}: {status}\n{log.read_text(encoding='utf-8')[-2500:]}", flush=True)
+    print("\n".join(table(out)))
     return 0 if all(part["status"] == "passed" for part in summary["parts"].values()) else 1
+
+
+# the table
+
+
+SHOWN = {
+    "share_of_step": "share of a step",
+    "valid_loss": "loss, nats",
+    "tokens": "tokens",
+    "ratio": "time, layer without rounding is 1",
+}
+"""Other values that the table shows, and the titles of their columns."""
+
+
+def table(folder: Path) -> Iterator[str]:
+    """Yield the lines of a table of the results in a folder, in Markdown."""
+    summary = json.loads((folder / "summary.json").read_text())
+    yield f"{summary['gpu']}, torch {summary['torch']}, {summary['date']}; raw numbers in `{folder.name}`."
+    for name, part in summary["parts"].items():
+        yield ""
+        rows = list(_rows(folder / f"{name}.json"))
+        yield f"**{name}**: {part['status']}" + (", in {} s".format(part["seconds"]) if "seconds" in part else "")
+        if rows:
+            keys = list(dict.fromkeys(key for _, row in rows for key in row))
+            yield from ("", f"| | {' | '.join(keys)} |", "|" + "---|" * (len(keys) + 1))
+            yield from (f"| {label} | {' | '.join(row.get(key, '') for key in keys)} |" for label, row in rows)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the rows of a result: a label, and values by the titles of their columns."""
+    if not path.exists():
+        return
+    report = json.loads(path.read_text())
+    # comm_gpu.py has a list of cases
+    cases = {
+        f"topk {case['topk']}, residual {case['residual']}, {case['dtype']}": case for case in report.get("cases", ())
+    }
+    for label, row in _leaves(report.get("results", cases), ""):
+        found = {}
+        if "error" in row:
+            found["error"] = row["error"].replace("|", "/").replace("\n", " ")[:80]
+        if "median_s" in row:
+            found["ms"] = f"{1e3 * row['median_s']:.2f}"
+        if "peak_bytes" in row:
+            found["peak MiB"] = f"{row['peak_bytes'] / 2**20:.0f}"
+        for key, value in row.items():
+            if key.startswith("to "):
+                found[f"faster than {key[3:]}"] = f"{value['faster']:.2f}"
+            elif key.startswith("ratio to "):
+                found[f"time, {key[9:]} is 1"] = f"{value:.2f}"
+            elif key in SHOWN:
+                found[SHOWN[key]] = f"{value:.4g}"
+        if found:
+            yield label, found
+
+
+def _leaves(results: Any, label: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the innermost dictionaries that hold a measurement, with the names that lead to them."""
+    if not isinstance(results, dict):
+        return
+    if any(key in results for key in ("median_s", "error", *SHOWN)):
+        yield label, results
+        return
+    for name, inner in results.items():
+        yield from _leaves(inner, f"{label}, {name}" if label else name)
+
+
+def write_docs(folder: Path) -> None:
+    """Write the table into the page of GPU results, between its two marks."""
+    text = DOCS.read_text(encoding="utf-8")
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    body = "\n".join(table(folder))
+    DOCS.write_text(f"{text[:begin]}\n\n{body}\n\n{text[end:]}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="time for everything")
+    parser.add_argument("--parts", nargs="+", choices=["tests", *(part.name for part in PARTS)], help="only these")
+    parser.add_argument("--dry", action="store_true", help="tiny and on the CPU")
+    parser.add_argument("--table", action="store_true", help="write the table into the docs")
+    options = parser.parse_args()
+    if options.table:
+        write_docs(options.out or max(RESULTS.glob("gpu-*-*-*")))
+        return 0
+
+    import torch
+
+    if not options.dry and not torch.cuda.is_available():
+        print("bench-gpu: no NVIDIA GPU here; nothing was run, and this does not count as passed")
+        return NO_GPU
+    out = options.out or (ROOT / "build" / "gpu-dry" if options.dry else RESULTS / time.strftime("gpu-%Y-%m-%d"))
+    return run_all(options.parts, out, options.seconds, is_dry=options.dry)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ AIM = 2.0
 """Largest time ratio of the simulated forms, at 4096 x 4096 on a CPU."""
 
 
-def forward_backward(layer: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+def forward_backward(layer: nn.Module, x: torch.Tensor, *, compiled: bool) -> Callable[[], object]:
     """Return a callable that runs a forward and a backward pass and discards the gradients."""
     torch._dynamo.config.recompile_limit = 64  # all contenders share one forward
-    model = torch.compile(layer)
+    model = torch.compile(layer) if compiled else layer
     upstream = torch.randn_like(model(x))
 
     def run() -> object:
@@ -82,7 +82,7 @@ def measure(kind: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         try:
             if FORMATS[name]:
                 sc.quantize_training(model, **FORMATS[name])
-            run = forward_backward(model, x)
+            run = forward_backward(model, x, compiled=not options.eager)
             run()
         except Exception as error:  # missing hardware support is a result too
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -126,6 +126,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=64, help="of the TT layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
     parser.add_argument("--kinds", nargs="*", choices=["dense", "cores"], default=["dense", "cores"])
+    parser.add_argument("--eager", action="store_true", help="do not compile, to try the script")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()

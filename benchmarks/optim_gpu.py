@@ -2,6 +2,7 @@
 
     python benchmarks/optim_gpu.py --size 350m                 steps alone
     python benchmarks/optim_gpu.py --size 350m --end-to-end    training steps of the same Llama
+    python benchmarks/optim_gpu.py --size 350m --sharded       steps of one of two ranks of FSDP2, without all-reduces
 
 All optimizers step the same parameters (those of a Llama of the given size) in turns, rounds in random order. Times are
 device times from events, after three steps of each optimizer. Ratios are medians over the rounds, relative to fused
@@ -181,6 +182,30 @@ def time_steps(size: str, device: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def time_sharded(size: str, device: str, rounds: int) -> dict[str, Any]:
+    """Measure the steps of one of two ranks that hold shards of all parameters; nothing is sent."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    names, missing = peers()
+    kept = [CONTROLS[0], *(name for name in names if name.startswith("CAME"))]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh(device, (2,))
+    model = language_model(size, device)
+    sharded = [distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None) for param in model.parameters()]
+    params: dict[torch.dtype, list[nn.Parameter]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        params[dtype] = [nn.Parameter(value.to(dtype)) for value in sharded]
+        for param in params[dtype]:
+            param.grad = torch.randn_like(param).mul_(1e-3)
+            param.grad._spec = param._spec  # type: ignore[attr-defined]  # FSDP2 shares it
+    steps, facts = prepare({name: names[name] for name in kept}, params, device)
+    results = summary(time_in_turns(steps, rounds, device), facts)
+    dist.destroy_process_group()
+    return {"num_parameters": sum(value.numel() for value in sharded), "missing": missing, "results": results}
+
+
 def time_training(size: str, device: str, rounds: int) -> dict[str, Any]:
     """Measure training steps of one model, optimizers in turns, with bf16 weights and random tokens."""
     names, missing = peers()
@@ -189,7 +214,8 @@ def time_training(size: str, device: str, rounds: int) -> dict[str, Any]:
     model = language_model(size, device)
     batch, length = (8, 1024) if device == "cuda" else (2, 32)
     tokens = torch.randint(0, 32000, (batch, length), device=device)
-    model.compile()
+    if device == "cuda":
+        model.compile()
 
     def gradients() -> None:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -250,14 +276,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="350m")
     parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    measure = time_training if options.end_to_end else time_steps
+    measure = time_training if options.end_to_end else time_sharded if options.sharded else time_steps
     found = measure(options.size, options.device, options.rounds)
     gc.collect()
-    kind = "tokens" if options.end_to_end else "step"
+    kind = "tokens" if options.end_to_end else "sharded" if options.sharded else "step"
     print(f"missing: {', '.join(found['missing']) or 'nothing'}")
     print(write(dated(__file__, controls=CONTROLS, **found), f"optim-{kind}-gpu-{options.size}", options.out))
     return 0

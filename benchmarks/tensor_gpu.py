@@ -1,13 +1,17 @@
-"""Measure TT layers on a GPU: training steps of the six-encoder transformer, and lookups in a large table.
+"""Measure TT layers on a GPU: training steps of the six-encoder transformer, blocks of Llamas, and table lookups.
 
-    python benchmarks/tensor_gpu.py steps      dense, cores and GaLore at batch 1, 32 and 128 of 128 tokens
+    python benchmarks/tensor_gpu.py steps      dense, TT and GaLore at batch 1, 32 and 128 of 128 tokens
+    python benchmarks/tensor_gpu.py blocks     two blocks of width 2048 and 4096 with 16,384 tokens
     python benchmarks/tensor_gpu.py lookup     a table of ten million rows at batch 10,000, 20,000 and 40,000
 
 `steps`: the paper's baseline is dense in fp32 without TF32. `tuned` is dense in bf16, compiled and captured in a CUDA
-graph; the best form of the TT model is too. Times are device times, in turns, rounds in random order; ratios are
-medians over the rounds. Peak memory is the memory allocated between the start of a model's construction and the end of
-its fourth step. GaLore needs the package galore-torch; its SVD every 200 steps counts in the peak memory but not in the
-times.
+graph; the best form of the TT model is too. `alone` merges the cores of each layer alone. Times are device times, in
+turns, rounds in random order; ratios are medians over the rounds. Peak memory is the memory allocated between the start
+of a model's construction and the end of its fourth step. GaLore needs the package galore-torch; its SVD every 200 steps
+counts in the peak memory but not in the times.
+
+`blocks`: forward and backward pass of two decoder blocks, weights and inputs in bf16, compiled and captured, with ranks
+of a sixteenth and a quarter of the width.
 
 `lookup`: forward and backward on Zipf-distributed ids. `unoptimised` gathers core slices for each id and multiplies
 them in order. `each id by itself` is the optimized lookup without deduplication of ids.
@@ -33,6 +37,7 @@ from optim_gpu import capture_graph, time_in_turns
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.tensor.merging import merge_alone
 
 
 @dataclass(frozen=True)
@@ -43,22 +48,25 @@ class Contender:
     dtype: str = "float32"
     compiled: bool = False
     graph: bool = False
+    alone: bool = False
 
 
 CONTENDERS = {
     "dense, fp32": Contender("dense"),
     "dense, tuned": Contender("dense", "bfloat16", compiled=True),
     "dense, tuned, graph": Contender("dense", "bfloat16", compiled=True, graph=True),
-    "cores, fp32": Contender("cores"),
-    "cores, fp32, graph": Contender("cores", graph=True),
-    "cores, bf16, graph": Contender("cores", "bfloat16", graph=True),
-    "cores, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True),
-    "cores adapting, bf16, graph": Contender("cores-adapting", "bfloat16", graph=True),
-    "cores at 0.2, bf16, graph": Contender("cores-0.2", "bfloat16", graph=True),
+    "TT, fp32, graph": Contender("cores", graph=True),
+    "TT, bf16, graph": Contender("cores", "bfloat16", graph=True),
+    "TT, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True),
+    "TT alone, bf16, graph": Contender("cores", "bfloat16", graph=True, alone=True),
+    "TT alone, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True, alone=True),
+    "TT adapting, bf16, graph": Contender("cores-adapting", "bfloat16", graph=True),
+    "TT at 0.2, bf16, graph": Contender("cores-0.2", "bfloat16", graph=True),
     "GaLore, fp32": Contender("galore"),
-    "GaLore, bf16": Contender("galore", "bfloat16"),
 }
-CONTROLS = ("dense, fp32", "dense, tuned", "GaLore, fp32")
+CONTROLS = ("dense, fp32", "dense, tuned, graph", "GaLore, fp32")
+BLOCKS = {2048: (128, 512), 4096: (256, 1024)}
+"""Width of the blocks, and ranks of their layers."""
 
 
 def allocated(device: str, *, peak: bool = False) -> int:
@@ -75,7 +83,9 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
         torch.cuda.reset_peak_memory_stats()
     options = {"capturable": True} if contender.graph and device == "cuda" else {}
     training = Training(contender.name, shape, contender.dtype, device, **options)
-    if contender.compiled:
+    if contender.alone:
+        merge_alone(training.model)
+    if contender.compiled and device == "cuda":
         training.model.compile()
     step = training.step(batch)
     for _ in range(4):
@@ -129,6 +139,71 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         made = {name: partial(built, one, batch, shape, options.device) for name, one in CONTENDERS.items()}
         found[f"batch {batch}"] = measure_rows(made, options.rounds, options.device)
         compared(found[f"batch {batch}"], CONTROLS)
+        yield found
+
+
+def built_block(
+    settings: dict[str, Any] | None, width: int, tokens: tuple[int, int], device: str
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    """Return a forward and backward pass of two Llama blocks, ready to be timed, and its memory and size.
+
+    Args:
+        settings: arguments of `sc.tensorize`; None for dense layers.
+        width: width of the model.
+        tokens: sequences and tokens of each.
+        device: device of the model.
+    """
+    from transformers import LlamaConfig, LlamaModel
+
+    gc.collect()
+    before = allocated(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 128) * 128,
+        num_hidden_layers=2,
+        num_attention_heads=max(1, width // 128),
+        max_position_embeddings=tokens[1],
+    )
+    torch.manual_seed(0)
+    model = LlamaModel(config)
+    if settings is not None:
+        sc.tensorize(model, {"*_proj": settings["rank"]}, format=settings["format"])
+    model.to(device, torch.bfloat16).train()
+    if device == "cuda":
+        model.compile()
+    x = torch.randn(*tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn_like(x)
+
+    def run() -> None:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        model(inputs_embeds=x, use_cache=False).last_hidden_state.backward(upstream)
+
+    for _ in range(3):
+        run()
+    step = capture_graph(run) if device == "cuda" else run
+    step()
+    numbers = sum(param.numel() for param in model.parameters())
+    return step, {"peak_bytes": allocated(device, peak=True) - before, "num_parameters": numbers}
+
+
+def blocks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield all results so far, after each width."""
+    found: dict[str, Any] = {}
+    is_dry = options.device == "cpu"
+    for width, ranks in ({64: (4, 16)} if is_dry else BLOCKS).items():
+        print(f"width {width}")
+        tokens = (2, 16) if is_dry else (16, 1024)
+        settings: dict[str, dict[str, Any] | None] = {"dense": None}
+        for rank in ranks:
+            forms = {"TT": "tt", "CoLA": "cola", "low rank": "low-rank"}
+            settings |= {f"{name}, rank {rank}": {"rank": rank, "format": form} for name, form in forms.items()}
+        made = {name: partial(built_block, one, width, tokens, options.device) for name, one in settings.items()}
+        found[f"width {width}"] = measure_rows(made, options.rounds, options.device)
+        compared(found[f"width {width}"], ("dense",))
         yield found
 
 
@@ -187,7 +262,7 @@ def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kinds = {
         "unoptimised": OneByOne,
         "each id by itself": NotDistinct,
-        "cores": sc.TTMEmbedding,
+        "TT": sc.TTMEmbedding,
         "nn.Embedding": nn.Embedding,
     }
     found = {}
@@ -201,13 +276,13 @@ def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=["steps", "lookup"])
+    parser.add_argument("measure", choices=["steps", "blocks", "lookup"])
     parser.add_argument("--batches", type=int, nargs="*", help="default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script, small")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    for found in {"steps": steps, "lookup": lookup}[options.measure](options):
+    for found in {"steps": steps, "blocks": blocks, "lookup": lookup}[options.measure](options):
         print(write(dated(__file__, results=found), f"tensor-{options.measure}-gpu", options.out))
     return 0
 

@@ -49,10 +49,3 @@ def test_codec_parts_match_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = parts.encode
     monkeypatch.setattr(parts, "encode", lambda: [(i, v + torch.randn_like(v)) for i, v in encode()])
     assert not parts.is_repeatable()
-
-
-def test_bench_gpu_runs_it() -> None:
-    import gpu
-
-    part = next(part for part in gpu.parts(Path("results")) if part.name == "comm-codec-1.3b")
-    assert Path(part.arguments[0]).is_file()

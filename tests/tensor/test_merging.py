@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import scantling as sc
 from scantling.tensor import merging
 from scantling.tensor.layer import TTLayer, active, merge_once
+from scantling.tensor.merging import merge_alone
 
 
 class Net(nn.Module):
@@ -82,7 +83,7 @@ def pair(module: nn.Module | None = None, *, gates: bool = False, rank: int = 6)
 
 
 def without_stacks(model: Any) -> Any:
-    merging.remove_forward_hooks(model, (merging._begin_pass, merging._end_pass))
+    merge_alone(model)
     return model
 
 
@@ -379,7 +380,8 @@ def test_thin_matrices_need_no_hooks() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_models_merge_stacks(checkpointed: bool) -> None:
+def test_compiled_models_merge_stacks(checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_max_numel", lambda device: merging.MAX_NUMEL)  # as on a GPU
     stacked, alone = pair(gates=True)
     results, products = [], []
     for model in (stacked, alone):
