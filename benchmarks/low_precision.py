@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=64, help="of the TT layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 512 on a CPU, 4096 and 16384 on a GPU")
     parser.add_argument("--kinds", nargs="*", choices=["dense", "cores"], default=["dense", "cores"])
-    parser.add_argument("--eager", action="store_true", help="do not compile, to try the script")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()

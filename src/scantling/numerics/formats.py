@@ -57,8 +57,8 @@ class IntFormat:
             noise: like x, uniform in [0, 1), for stochastic rounding that preserves the mean. None rounds to nearest,
                 ties to even.
         """
-        rounded = x.round() if noise is None else (x + noise).floor()
-        return rounded.clamp(-self.largest - 1.0, self.largest)
+        clamped = (x if noise is None else x + noise).clamp(-self.largest - 1.0, self.largest)
+        return clamped.round_() if noise is None else clamped.floor_()
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,11 @@ class _MatmulFunction(torch.autograd.Function):
         dtypes = [matmul._dtype(each) for each in formats]
         # codes (tokens, in) with scales (tokens or 1, 1); codes (out, in) with scales (out or 1, 1)
         x_codes, weight_codes = x_encoded.codes.to(dtypes[0]), weight_encoded.codes.to(dtypes[1])
-        y = matmul.multiply_codes(x_codes, weight_codes.t(), formats) * x_encoded.scale * weight_encoded.scale.t()
+        y = (
+            matmul.multiply_codes(x_codes, weight_codes.t(), formats)
+            .mul_(x_encoded.scale)
+            .mul_(weight_encoded.scale.t())
+        )
         # codes are saved, not values: one byte per element, and the backward pass multiplies them again
         ctx.save_for_backward(x_codes, x_encoded.scale, weight_codes, weight_encoded.scale)
         ctx.settings = formats, gradients, matmul, weight.dtype
@@ -180,11 +184,11 @@ class _MatmulFunction(torch.autograd.Function):
             if ctx.needs_input_grad[0]:  # dx = q(g sw^T) Cw
                 encoded = gradients.encode(grad.float() * weight_scale.t())
                 product = matmul.multiply_codes(encoded.codes, weight_codes, (gradients.format, formats[1]))
-                x_grad = product * encoded.scale
+                x_grad = product.mul_(encoded.scale)
             if ctx.needs_input_grad[1]:  # dW = q((g sx)^T) Cx
                 encoded = gradients.encode((grad.float() * x_scale).t())
                 product = matmul.multiply_codes(encoded.codes, x_codes, (gradients.format, formats[0]))
-                weight_grad = product * encoded.scale
+                weight_grad = product.mul_(encoded.scale)
         return (
             None if x_grad is None else x_grad.to(grad.dtype),
             None if weight_grad is None else weight_grad.to(weight_dtype),

@@ -229,7 +229,10 @@ class Quantizer:
         if not blocks.numel():
             dims = {dim % blocks.ndim for dim in shared}
             return blocks.new_ones([1 if dim in dims else size for dim, size in enumerate(blocks.shape)])
-        largest = blocks.abs().amax(shared, keepdim=True) if shared else blocks.abs()
+        if shared:  # without memory for the magnitudes of all elements
+            largest = torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
+        else:
+            largest = blocks.abs()
         if isinstance(self.format, FloatFormat) and self.format.bits >= 16:
             # not scaled; NaN or Inf as the scale still marks all values that share it
             return torch.ones_like(largest).where(largest.isfinite(), largest)
