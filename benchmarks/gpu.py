@@ -154,7 +154,7 @@ SHOWN = {
 def table(folder: Path) -> Iterator[str]:
     """Yield the lines of a table of the results in a folder, in Markdown."""
     summary = json.loads((folder / "summary.json").read_text())
-    yield f"{summary['gpu']}, torch {summary['torch']}, {summary['date']}; raw numbers in `{folder.name}`."
+    yield f"{summary['gpu']}, torch {summary['torch']}, {summary['date']}; raw times in `{folder.name}`."
     for name, part in summary["parts"].items():
         yield ""
         rows = list(_rows(folder / f"{name}.json"))

@@ -3,7 +3,7 @@
 Before a step, CAME describes every parameter: its matrix view, its place in the whole parameter, addresses, and the
 launch that it belongs to. That takes longer than the launches of the kernels. If these have stepped all parameters, the
 next step takes over the descriptions, as long as parameters, states and the form of the gradients stay the same, which
-is checked for all parameters at once. New are the addresses of gradients and the numbers of the groups.
+is checked for all parameters at once. Only the addresses of gradients and the hyper-parameters are new.
 """
 
 from __future__ import annotations

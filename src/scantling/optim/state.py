@@ -288,7 +288,7 @@ class ParamLayout:
         rows, cols = view or ((), ())
         return cls(
             *(key, param, state, view, _matrix_sizes(param.shape, view), plan, pointers),
-            place=_place(tuple(param.shape), view, plan),
+            place=_find_place(tuple(param.shape), view, plan),
             first_ranks=(plan.is_first_rank(cols), plan.is_first_rank(rows)),
             has_sharded_rows=bool(plan.groups(rows)),
         )
@@ -387,7 +387,7 @@ class ParamStep:
         return bias_correction(self.state["step"], beta, self.dtype)
 
 
-def _place(shape: tuple[int, ...], view: MatrixDims | None, plan: ShardPlan) -> tuple[int, int, int] | None:
+def _find_place(shape: tuple[int, ...], view: MatrixDims | None, plan: ShardPlan) -> tuple[int, int, int] | None:
     """Return `ParamLayout.place` of the part of a parameter that has this shape."""
     rows, cols = view or ((), tuple(range(len(shape))))
     if plan.groups(rows) and plan.groups(cols):

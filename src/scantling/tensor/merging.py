@@ -109,7 +109,7 @@ class MergingPass:
     def _merge_for_compiler(self) -> None:
         """Merge for all orders before the first layer: a checkpoint in compiled code must not change this object.
 
-        The compiler drops what is not used.
+        The compiler drops unused blocks.
         """
         for layer, members in _equal_layers(self._model).items():
             for trees in layer.orders_to_merge if layer is members[0] and len(members) > 1 else ():

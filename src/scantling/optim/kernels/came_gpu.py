@@ -22,9 +22,9 @@ FIELDS = (
     *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "start", "whole_rows", "whole_cols"),
     *("rows", "cols", "matrices", "first", "down", "across", "row_part", "col_part", "first_matrix"),
 )
-"""Columns of the int64 table, one row for each parameter: addresses, of which `mean` and `res_mean` are those of the
-averages whose mean is that of the matrix; index in the optimizer; number of these averages in a matrix; index of the
-first element in the whole parameter, of which this may be a shard; sizes of the whole matrix and of this one; first
+"""Columns of the int64 table, one row for each parameter: addresses, with `mean` and `res_mean` for
+the averages whose mean is that of the matrix; index in the optimizer; number of these averages in a matrix; index of
+the first element in the whole parameter, which may be sharded; sizes of the whole matrix and of this one; first
 tile; tiles down and across a matrix; first partial sum over rows and over columns; first of its matrices among all."""
 VALUES = (
     *("row_beta2", "row_eps2", "row2", "col_beta2", "col_eps2", "col2"),
@@ -419,7 +419,7 @@ def _add_totals(table, param_idx, totals, size: tl.constexpr):
 
 @triton.jit
 def add_totals(table, totals, sums, size: tl.constexpr):
-    """Store the sum of squares of each parameter, of which this rank has a shard."""
+    """Store the sum of squares of each sharded parameter on this rank."""
     param_idx = tl.program_id(0)
     tl.store(sums + param_idx, _add_totals(table, param_idx, totals, size))
 
