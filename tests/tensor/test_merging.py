@@ -379,8 +379,10 @@ def test_thin_matrices_need_no_hooks() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_models_merge_stacks(checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_models_merge_stacks(checkpointed: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.compile()` compiles the hooks of the model in a graph of their own."""
     monkeypatch.setattr(merging, "_max_numel", lambda device: merging.MAX_NUMEL)  # as on a GPU
     stacked, alone = pair(gates=True)
     results, products = [], []
@@ -393,8 +395,18 @@ def test_compiled_models_merge_stacks(checkpointed: bool, monkeypatch: pytest.Mo
             graphs.append(graph)
             return graph.forward
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        if in_place:
+            model.compile(backend=backend, fullgraph=True)
+        compiled = model if in_place else torch.compile(model, backend=backend, fullgraph=True)
         compiled(IDS).square().sum().backward()
+        num_graphs = len(graphs)
+        for number in range(2):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9 + 0.1 * number)
+            model.zero_grad()
+            compiled(IDS).square().sum().backward()
+        assert len(graphs) == num_graphs
         nodes = [
             node for graph in graphs for part in graph.modules() for node in getattr(part, "graph", graph.graph).nodes
         ]

@@ -431,24 +431,32 @@ def _make_step(chain: Network, first: int, last: int) -> Step:
     return Step(_best_merge(chain, first, last)[2], *chain.absorb(first, last))
 
 
-def merge_block(cores: Sequence[Tensor], tree: Tree, num_stack_dims: int = 0) -> Tensor:
+def merge_block(
+    cores: Sequence[Tensor], tree: Tree, num_stack_dims: int = 0, done: dict[Tree, Tensor] | None = None
+) -> Tensor:
     """Merge a block of cores into one core: (r, modes, r'), or (r, row modes, column modes, r').
 
     Args:
         cores: cores of one chain, or of several equal chains with this number of stack dims in front.
         tree: merge order.
         num_stack_dims: number of dims before r.
+        done: merged blocks by their trees, which are used and to which new ones are added.
     """
     if isinstance(tree, int):
         return cores[tree]
-    left, right = (merge_block(cores, part, num_stack_dims) for part in tree)
+    if done is not None and tree in done:
+        return done[tree]
+    left, right = (merge_block(cores, part, num_stack_dims, done) for part in tree)
     *stack, rank = left.shape[: num_stack_dims + 1]
     modes, others = left.shape[num_stack_dims + 1 : -1], right.shape[num_stack_dims + 1 : -1]
     product = left.flatten(num_stack_dims, -2) @ right.flatten(num_stack_dims + 1)  # (r modes, r_k) (r_k, modes' r')
     if len(modes) == 2:  # (r, m, n, m', n', r'): bring both row modes before both column modes
         product = product.view(*stack, rank, *modes, *others, right.shape[-1]).transpose(-3, -4)
     merged = [size * other for size, other in zip(modes, others, strict=True)]
-    return product.reshape(*stack, rank, *merged, right.shape[-1])
+    block = product.reshape(*stack, rank, *merged, right.shape[-1])
+    if done is not None:
+        done[tree] = block
+    return block
 
 
 def contract(

@@ -103,18 +103,20 @@ class MergingPass:
         self._called.add(layer)
 
     def _merge(self, layers: Sequence[TTLayer], trees: Sequence[Tree]) -> None:
+        if not trees:
+            return
         for layer, blocks in zip(layers, merge_stacked(layers, trees), strict=True):
             self._blocks.setdefault(layer, {}).update(zip(trees, blocks, strict=True))
 
     def _merge_for_compiler(self) -> None:
-        """Merge for all orders before the first layer: a checkpoint in compiled code must not change this object.
+        """Merge the blocks of all orders before the first layer: in compiled code, checkpoints must not change it.
 
-        The compiler drops unused blocks.
+        Smaller blocks are parts of larger ones, so that this takes hardly more products than one order.
         """
         for layer, members in _equal_layers(self._model).items():
-            for trees in layer.orders_to_merge if layer is members[0] and len(members) > 1 else ():
-                if _can_stack(layer, trees):
-                    self._merge(members, trees)
+            if layer is members[0] and len(members) > 1:
+                orders = [trees for trees in layer.orders_to_merge if _can_stack(layer, trees)]
+                self._merge(members, list(dict.fromkeys(tree for trees in orders for tree in trees)))
 
 
 def _can_stack(layer: TTLayer, trees: Sequence[Tree]) -> bool:
@@ -186,7 +188,8 @@ def _merge(
     cores: Sequence[Tensor] = tensors[:num_cores]
     if threshold is not None:
         cores = scale_cores(cores, tensors[num_cores], tensors[num_cores + 1 :], threshold, num_stack_dims)
-    return [merge_block(cores, tree, num_stack_dims) for tree in trees]
+    done: dict[Tree, Tensor] = {}
+    return [merge_block(cores, tree, num_stack_dims, done) for tree in trees]
 
 
 class _MergeStacked(torch.autograd.Function):
