@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def dispatch_steps(steps: Sequence[ParamStep]) -> list[_triton.BatchStages] | None:
     """Take the step of each parameter.
 
-    Collectives: those of `step_sharded` if a parameter is sharded.
+    Collectives: those of `_step_sharded` if a parameter is sharded.
 
     Returns:
         The stages of the kernels, if these have stepped all parameters: they can step them again.
