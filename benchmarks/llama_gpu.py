@@ -94,7 +94,6 @@ class Run:
             sc.tensorize(self.model, {"*_proj": rank}, format=contender.layers["format"])
         self.model.to(options.device).train()
         capturable = options.device == "cuda"
-        self.lr = torch.zeros((), device=options.device)
         if contender.layers:
             groups = sc.param_groups(self.model, core_lr=contender.lr / 3)
             settings = {"betas": (0.9, 0.95, 0.995), "debias": True, "momentum": "int8", "capturable": capturable}
@@ -102,7 +101,7 @@ class Run:
         else:
             settings = {"betas": (0.9, 0.95), "fused": True, "capturable": capturable}
             self._optimizer = torch.optim.AdamW(groups, lr=torch.tensor(contender.lr), **settings)
-        self._scales = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = torch.full((), 0.0, device=options.device)
         self._window = torch.arange(self._length + 1, device=options.device)
@@ -139,8 +138,8 @@ class Run:
             starts = torch.randint(most, (self._batch, 1), generator=generator)
             self._starts.copy_(starts.pin_memory() if self._device == "cuda" else starts, non_blocking=True)
             factor = min(share / WARM_UP_SHARE, (1.0 - share) / (1.0 - WARM_UP_SHARE))
-            for group, scale in zip(self._optimizer.param_groups, self._scales, strict=True):
-                group["lr"].fill_(scale * max(0.0, factor))
+            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+                group["lr"].fill_(peak * max(0.0, factor))
 
         launch: Callable[[], None] = self.step
         for _ in range(3):  # compiles kernels and allocates the state, at a rate of 0

@@ -383,6 +383,11 @@ def test_fsdp_state_is_one_object_per_fully_shard(process_group: Any) -> None:
     states = [torch_private.fsdp_state(module) for module in (first, first, second)]
     assert states[0] is states[1]
     assert states[1] is not states[2]
+    net = nn.Sequential(first, nn.Linear(2, 2))
+    assert torch_private.fsdp_managed_modules(net) == {first}
+    weight = first.weight
+    assert torch.equal(torch_private.local_part(weight), weight.to_local())
+    assert torch_private.dtensor_spec(weight).placements == weight.placements
 
 
 def test_checkpoint_classes_take_our_arguments() -> None:

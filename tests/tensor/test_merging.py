@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
 from scantling.tensor import merging
-from scantling.tensor.layer import TTLayer, active, merge_once
+from scantling.tensor.layer import TTLayer, merge_once, running
 from scantling.tensor.merging import merge_alone
 
 
@@ -310,10 +310,10 @@ def test_a_failed_pass_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError):
         stacked(IDS)
     handle.remove()
-    assert not active.passes
+    assert not running.passes
     with pytest.raises(IndexError):
         stacked(IDS + 100)
-    assert not active.passes
+    assert not running.passes
 
 
 def test_changed_cores_and_frozen_layers() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from scantling.numerics.torch_private import foreach_copy_
 from scantling.optim import _cpu, _eager, _triton
-from scantling.optim._eager import PartialSum, param_stages
+from scantling.optim._eager import PartialSum, param_stages, run_stages
 from scantling.optim.sharding import ShardPlan
 from scantling.optim.state import ParamStep
 
@@ -63,20 +63,12 @@ def dispatch_steps(steps: Sequence[ParamStep]) -> list[_triton.BatchStages] | No
     _cpu.step_params(in_c)
     stages = []
     for each in _triton.batch_stages(in_triton):
-        step_unsharded(each)
+        run_stages(each)
         stages.append(each)
     for step in eager:
         _eager.step_param(step)
     stages += _step_sharded(sharded)
     return stages if sum(len(each.indices) for each in stages) == len(steps) else None
-
-
-def step_unsharded(stages: _Stages) -> None:
-    """Take the step of parameters whose stages leave no partial sums."""
-    stages.accumulate()
-    stages.whiten()
-    stages.update_instability()
-    stages.apply()
 
 
 def _step_sharded(steps: Sequence[ParamStep]) -> list[_triton.BatchStages]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,7 +80,11 @@ def param_stages(step: ParamStep, *, tile: int | None = None) -> ParamStages:
 
 def step_param(step: ParamStep, *, tile: int | None = None) -> None:
     """Take the step of a parameter that is not sharded, see `param_stages`."""
-    stages = param_stages(step, tile=tile)
+    run_stages(param_stages(step, tile=tile))
+
+
+def run_stages(stages: Any) -> None:
+    """Run the four stages of parameters that are not sharded, so that they leave no partial sums."""
     stages.accumulate()
     stages.whiten()
     stages.update_instability()

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from scantling.numerics.device import is_capturing
 from scantling.numerics.torch_private import dtensor_spec, is_zero_tensor, local_part
-from scantling.optim._dispatch import RepeatedSharded, step_unsharded
+from scantling.optim._dispatch import RepeatedSharded
+from scantling.optim._eager import run_stages
 from scantling.optim._triton import BatchStages
 from scantling.optim.state import HyperParams, ParamLayout
 
@@ -87,7 +88,7 @@ class RepeatedStep:
             stages.begin(grads[places], [hypers[owner] for owner in owners])
         for stages, _, _ in self._batches:
             if not stages.is_sharded:
-                step_unsharded(stages)
+                run_stages(stages)
         if self._sharded is not None:
             self._sharded.step()
         return True

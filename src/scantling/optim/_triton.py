@@ -235,13 +235,11 @@ class BatchStages:
         self._partial: dict[str, list[list[PartialSum]]] = {}  # partial sums, the same tensors in every step
         sizes = tuple(layout.sizes for layout in self._layouts)
         self._grid, self._field_table, self._value_table = _cached_tables(key, sizes, tile)
-        # Parameters of one group, shape and place share a row of numbers: the first of them, and the row of each.
-        kinds: dict[Any, int] = {}
-        for i, step in enumerate(steps):
-            kinds.setdefault((id(step.hyper), *_value_kind(step.layout)), i)
-        self._firsts = list(kinds.values())
-        rows = {kind: row for row, kind in enumerate(kinds)}
-        self._rows = np.array([rows[id(step.hyper), *_value_kind(step.layout)] for step in steps])
+        # Parameters of one group, shape and place share a row of numbers: the row of each, and the first of each row.
+        kinds = [(id(step.hyper), *_value_kind(step.layout)) for step in steps]
+        rows: dict[Any, int] = {}
+        self._rows = np.array([rows.setdefault(kind, len(rows)) for kind in kinds])
+        self._firsts = [kinds.index(kind) for kind in rows]
         self._params = [layout.param for layout in self._layouts]
         self._counters = [layout.state["step"] for layout in self._layouts]
         self._fields = self._build_fields()

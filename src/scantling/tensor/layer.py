@@ -85,14 +85,14 @@ class Merging(Protocol):
         """Return the merged blocks of a layer; None if it has to merge them alone."""
 
 
-class _Active(threading.local):
+class _Running(threading.local):
     """Running forward passes of this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.passes: list[Merging] = []
 
 
-active = _Active()
+running = _Running()
 
 
 class TTLayer(nn.Module):
@@ -260,10 +260,10 @@ class TTLayer(nn.Module):
 
     def _merge_for_pass(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Return blocks for a pass with gradients, merged together with those of other layers if possible."""
-        blocks = active.passes[-1].blocks(self, trees) if active.passes else None
+        blocks = running.passes[-1].blocks(self, trees) if running.passes else None
         if torch.compiler.is_compiling():
             return self._merge_blocks(trees) if blocks is None else blocks
-        if active.passes:
+        if running.passes:
             self._is_stacked = blocks is not None
         if blocks is not None:
             return blocks

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import fsdp_managed_modules, is_in_functorch, remove_forward_hooks
 from scantling.tensor.contraction import Tree, block_numel, merge_block
-from scantling.tensor.layer import TTLayer, active, scale_cores, without_saving_hooks
+from scantling.tensor.layer import TTLayer, running, scale_cores, without_saving_hooks
 
 MAX_NUMEL_CPU = 1 << 17
 """Elements in the blocks of a layer from which stacking is slower on a CPU: copying the gradients of the blocks then
@@ -53,11 +53,11 @@ def merge_alone(model: nn.Module) -> None:
 
 
 def _begin_pass(model: nn.Module, _: Any) -> None:
-    active.passes.append(MergingPass(model))
+    running.passes.append(MergingPass(model))
 
 
 def _end_pass(model: nn.Module, *_: Any) -> None:
-    active.passes.pop()
+    running.passes.pop()
 
 
 class MergingPass:

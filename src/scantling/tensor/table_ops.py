@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
-from scantling.numerics.device import without_autocast
+from scantling.numerics.device import is_capturing, without_autocast
 from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
 from scantling.tensor.contraction import Step
 
@@ -72,7 +72,7 @@ def _is_count_unknown(ids: Tensor) -> bool:
     """True if the number of unique ids is data-dependent and unavailable (compile, graph capture, meta, vmap)."""
     if torch.compiler.is_compiling() or ids.is_meta or isinstance(ids, FakeTensor) or _is_vmapped(ids):
         return True
-    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_capturing(ids.device)
 
 
 def _is_vmapped(values: Tensor) -> bool:
