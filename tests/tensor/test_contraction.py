@@ -24,6 +24,7 @@ from scantling.tensor.contraction import (
     merge_block,
 )
 from scantling.tensor.cores import dense
+from scantling.tensor.costs import DeviceCosts
 
 
 @st.composite
@@ -82,7 +83,7 @@ def test_every_order_matches_dense_product(chain: Chain, num_tokens: int) -> Non
 @settings(deadline=None)
 def test_best_plan_is_optimal(chain: Chain, num_tokens: int) -> None:
     """All sizes are at least 2: then an outer product never pays off, and the search leaves it out."""
-    assert best_plan(chain, num_tokens, element=0.0).macs == optimal_macs(chain, num_tokens)
+    assert best_plan(chain, num_tokens, costs=DeviceCosts(element=0.0)).macs == optimal_macs(chain, num_tokens)
 
 
 @given(chains())

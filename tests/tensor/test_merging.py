@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
-from scantling.tensor import merging
+from scantling.tensor import contraction, costs, merging
 from scantling.tensor.layer import TTLayer, merge_once, running
 from scantling.tensor.merging import merge_alone
 
@@ -66,6 +67,35 @@ class Operations(TorchDispatchMode):
 IDS = torch.arange(40) % 60
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Costs of products: those of a CPU, or those of a GPU, with which ranks are padded."""
+    if request.param == "gpu":
+        monkeypatch.setattr(costs, "CPU", costs.TYPICAL_GPU)
+    return str(request.param)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep only blocks that are no larger than the cores, as for large layers."""
+    caches = contraction._enumerate_orders, contraction.best_orders
+    monkeypatch.setattr(contraction, "MAX_KEPT", 1.0)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def remove_ranks(layer: TTLayer, fraction: float) -> None:
+    """Remove the last ranks of each bond."""
+    with torch.no_grad():
+        for parameter, dim, index in layer.rank_slices(
+            [torch.arange(max(1, round((1.0 - fraction) * rank))) for rank in layer.ranks[1:-1]]
+        ):
+            parameter.data = parameter.index_select(dim, index)
+
+
 def pair(module: nn.Module | None = None, *, gates: bool = False, rank: int = 6) -> tuple[Any, Any]:
     """Return a model whose equal layers merge together, and a copy whose layers merge alone."""
     torch.manual_seed(0)
@@ -104,7 +134,7 @@ def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | No
 
 
 @pytest.mark.parametrize("gates", [False, True])
-def test_stacked_layers_match_separate_ones(gates: bool) -> None:
+def test_stacked_layers_match_separate_ones(gates: bool, device: str) -> None:
     stacked, alone = pair(gates=gates)
     with Operations() as ours:
         found = stacked(IDS)
@@ -118,7 +148,7 @@ def test_stacked_layers_match_separate_ones(gates: bool) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_match_separate_layers(family: str) -> None:
+def test_families_match_separate_layers(family: str, device: str) -> None:
     stacked = make_model(family).double()
     sc.tensorize(stacked, rank=4, filter_fn=lambda *_: True)
     alone = without_stacks(copy.deepcopy(stacked))
@@ -174,7 +204,7 @@ def test_layers_with_other_token_counts() -> None:
     assert_same(gradients(stacked), gradients(alone))
 
 
-def test_second_derivatives() -> None:
+def test_second_derivatives(device: str) -> None:
     results = []
     for model in pair(gates=True):
         loss = model(IDS).square().sum()
@@ -333,14 +363,53 @@ def test_changed_cores_and_frozen_layers() -> None:
 def test_layers_with_other_ranks_merge_alone() -> None:
     stacked, alone = pair()
     for model in (stacked, alone):
-        layer = model.up[0]
-        with torch.no_grad():
-            for parameter, dim, index in layer.rank_slices(
-                [torch.arange(max(1, rank - 1)) for rank in layer.ranks[1:-1]]
-            ):
-                parameter.data = parameter.index_select(dim, index)
+        remove_ranks(model.up[0], 0.2)
         model(IDS).square().sum().backward()
     assert_same(gradients(stacked), gradients(alone))
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("small_blocks")
+def test_padded_ranks(gates: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of other ranks merge in one stack where launches cost something, with the values of unpadded layers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))).double()
+    stacked, alone = pair(net, gates=gates, rank=20)
+    for model in (stacked, alone):
+        for count, layer in enumerate(model):
+            remove_ranks(layer, 0.1 * count)
+    x = torch.randn(400, 96, dtype=torch.float64)
+    expected = alone(x)
+    expected.square().sum().backward()
+    unpadded = gradients(alone)
+    monkeypatch.setattr(costs, "CPU", costs.TYPICAL_GPU)
+    monkeypatch.setattr(merging, "_max_numel", lambda device: merging.MAX_NUMEL)
+    counts = []
+    for model in (stacked, alone):
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        found = run(x)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        found.square().sum().backward()
+        assert_same(gradients(model), unpadded)
+        with Operations() as operations:
+            model(x)
+        counts.append(operations.products)
+    # Two products a layer with tokens, and four to merge: for each layer, or for one or two orders.
+    assert counts[0] <= 2 * 6 + 2 * 4
+    assert counts[1] == (2 + 4) * 6
+    layer = stacked[2]
+    assert [tuple(block.shape) for block in layer.blocks(layer.plan(400).steps)] == [(1, 96, 16), (16, 96, 1)]
+
+
+def test_stacks_of_large_layers_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding stays below the cost of the launches that it saves."""
+    monkeypatch.setattr(costs, "CPU", costs.DeviceCosts(element=8.0, launch=1000.0, rank_multiple=16))
+    stacked, _ = pair(rank=20)
+    remove_ranks(stacked.up[0], 0.9)
+    members = merging._equal_layers(stacked)
+    assert members[stacked.up[0]] == [stacked.up[0]]
+    assert members[stacked.up[1]] == [stacked.up[1], stacked.up[2]]
 
 
 @pytest.mark.parametrize("reshard", [False, True])

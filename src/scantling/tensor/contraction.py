@@ -13,9 +13,11 @@ Every step is one matrix product: the block is a K x Q matrix, the state of x is
 contiguous trailing elements, and the result is P x Q x S. In every step the backward pass costs twice as much as the
 forward pass. Starting at another core never helps if all bonds have rank 2 or more, and hardly if some have rank 1.
 
-The cost of an order is its multiplications plus `ELEMENT_COST` for every element that it reads or writes, so that no
-order wins by saving multiplications at the price of more memory traffic. But no order may take more than `MAX_OVERHEAD`
-times the multiplications of the best among core after core, y = (x A) B, W built in full, and a dense layer.
+The cost of an order is its multiplications, and on the scale of multiplications the elements that it reads or writes
+and, on a GPU, the launches of its products with tokens; see `scantling.tensor.costs`. Launches of merging are not
+counted, since equal layers share them. But no order may take more than `MAX_OVERHEAD` times the multiplications of the
+best among core after core, y = (x A) B, W built in full, and a dense layer. Where launches cost something, orders whose
+blocks may be kept are allowed, too.
 
 Blocks may be merged once for several passes, or for all future passes. This saves multiplications but costs memory: if
 merging were always free, W built in full would always be best, and a table of any size would be held dense. So merging
@@ -36,11 +38,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
+
+from scantling.tensor.costs import CPU, DeviceCosts
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 
-ELEMENT_COST = 8.0
-"""Multiplications that take as long as a CPU needs to read or write one element."""
 MAX_OVERHEAD = 1.05
 """Multiplications of an order relative to the best standard order, at most."""
 MAX_KEPT = 4.0
@@ -216,7 +219,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: float = ELEMENT_COST) -> Plan:
+def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, costs: DeviceCosts = CPU) -> Plan:
     """Return the cheapest order.
 
     Args:
@@ -224,10 +227,10 @@ def best_plan(chain: Network, num_tokens: int, merges: float = 1.0, element: flo
         num_tokens: rows of x.
         merges: weight of merging costs: below 1 if a merged block serves several passes, 0 if it serves all future
             ones. Blocks that are too large to keep count fully.
-        element: multiplications that reading or writing one element counts for; 0 finds the fewest multiplications.
+        costs: costs of the device.
     """
     candidates = _enumerate_orders(chain)
-    return make_plan(chain, num_tokens, candidates.orders[candidates.best(num_tokens, merges, element)])
+    return make_plan(chain, num_tokens, candidates.orders[candidates.best(num_tokens, merges, costs)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +252,17 @@ class _Candidates:
     standard: tuple[int, ...]
     dense: float
 
-    def best(self, num_tokens: int, merges: float, element: float = ELEMENT_COST) -> int:
+    def best(self, num_tokens: int, merges: float, costs: DeviceCosts) -> int:
         """Return the index of the cheapest allowed order."""
         # How often each cost is paid: merging once, or less if its blocks are kept; the rest once per token.
         times = np.stack([np.where(self.can_keep, merges, max(1.0, merges)), np.full(len(self.orders), num_tokens)])
         macs = (times * self.macs).sum(0)
         # No order takes fewer multiplications than the minimum, so at least one is always allowed.
         limit = max(macs.min(), MAX_OVERHEAD * min(*macs[list(self.standard)], num_tokens * self.dense))
-        return int(np.where(macs <= limit, macs + element * (times * self.elements).sum(0), np.inf).argmin())
+        is_allowed = (macs <= limit) | (self.can_keep & (costs.launch > 0.0))
+        launches = costs.launch * np.array([len(steps) for steps in self.orders])
+        cost = macs + costs.element * (times * self.elements).sum(0) + launches
+        return int(np.where(is_allowed, cost, np.inf).argmin())
 
 
 @lru_cache(maxsize=4096)
@@ -267,9 +273,9 @@ def _enumerate_orders(chain: Network) -> _Candidates:
     if isinstance(chain, Chain) and chain.has_activation:
         splits = [split for split in splits if chain.num_inputs in split]  # no block spans the activation
     orders = tuple(make_steps(chain, split) for split in splits)
-    macs = [(_merge_macs(chain, steps), sum(step.macs for step in steps)) for steps in orders]
+    macs = [(merge_macs(chain, (step.tree for step in steps)), sum(step.macs for step in steps)) for steps in orders]
     elements = [
-        (sum(_best_merge(chain, *_block_ends(step))[1] for step in steps), sum(step.elements for step in steps))
+        (sum(_best_merge(chain, *block_ends(step.tree))[1] for step in steps), sum(step.elements for step in steps))
         for steps in orders
     ]
     middle = (chain.num_inputs,) if isinstance(chain, Chain) else ()
@@ -290,12 +296,12 @@ Orders: TypeAlias = tuple[tuple[int, tuple[Step, ...]], ...]
 
 
 @lru_cache(maxsize=4096)
-def best_orders(chain: Network, merges: float = 1.0) -> Orders:
+def best_orders(chain: Network, merges: float = 1.0, costs: DeviceCosts = CPU) -> Orders:
     """Return the best order for every token count: (largest token count, steps), ascending.
 
     Args:
         chain: modes and ranks.
-        merges: see `best_plan`.
+        merges, costs: see `best_plan`.
 
     Powers of 2 are tried; between two neighbors with different orders, bisection finds the change. Which orders are
     allowed depends on the tokens, so an order may be best only between two powers. That one is missed; the order used
@@ -305,7 +311,7 @@ def best_orders(chain: Network, merges: float = 1.0) -> Orders:
 
     def changes(low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield (largest token count, order) for every change between two token counts."""
-        first, last = candidates.best(low, merges), candidates.best(high, merges)
+        first, last = (candidates.best(num_tokens, merges, costs) for num_tokens in (low, high))
         if first != last and high - low > 1:
             yield from changes(low, (low + high) // 2)
             yield from changes((low + high) // 2, high)
@@ -314,7 +320,7 @@ def best_orders(chain: Network, merges: float = 1.0) -> Orders:
 
     powers = [1 << power for power in range(MAX_TOKENS.bit_length())]
     limits = [change for low, high in pairwise(powers) for change in changes(low, high)]
-    limits.append((MAX_TOKENS, candidates.best(MAX_TOKENS, merges)))
+    limits.append((MAX_TOKENS, candidates.best(MAX_TOKENS, merges, costs)))
     return tuple((limit, candidates.orders[order]) for limit, order in limits)
 
 
@@ -323,7 +329,7 @@ def make_plan(chain: Network, num_tokens: int, steps: Sequence[Step]) -> Plan:
     return Plan(
         tuple(steps),
         num_tokens,
-        _merge_macs(chain, steps),
+        merge_macs(chain, (step.tree for step in steps)),
         num_tokens * sum(step.macs for step in steps),
         # Core after core: a block begins at each core.
         num_tokens * sum(step.macs for step in make_steps(chain, range(1, len(chain.sizes)))),
@@ -346,7 +352,7 @@ def rank_factors(chain: Network, plan: Plan) -> list[tuple[float, tuple[int, ...
             add_merges(part)
 
     for step in plan.steps:
-        first, last = _block_ends(step)
+        first, last = block_ends(step.tree)
         bonds = first, last + 1
         # The multiplications P K S Q contain two ranks, left (in K) and right (in Q) of the block.
         factors.append((plan.num_tokens * step.macs / max(1, ranks[bonds[0]] * ranks[bonds[1]]), bonds))
@@ -390,8 +396,7 @@ def can_keep(chain: Network, trees: Iterable[Tree], num_orders: int = 1) -> bool
 
 def block_numel(chain: Network, trees: Iterable[Tree]) -> int:
     """Return the number of elements in all merged blocks together."""
-    blocks = [core_indices(tree) for tree in trees]
-    return sum(_numel(chain, block[0], block[-1]) for block in blocks)
+    return sum(_numel(chain, *block_ends(tree)) for tree in trees)
 
 
 def _numel(chain: Network, first: int, last: int) -> int:
@@ -399,15 +404,15 @@ def _numel(chain: Network, first: int, last: int) -> int:
     return chain.ranks[first] * prod(chain.sizes[first : last + 1]) * chain.ranks[last + 1]
 
 
-def _block_ends(step: Step) -> tuple[int, int]:
-    """Return the first and last core of a step's block."""
-    block = core_indices(step.tree)
+def block_ends(tree: Tree) -> tuple[int, int]:
+    """Return the first and last core of a block."""
+    block = core_indices(tree)
     return block[0], block[-1]
 
 
-def _merge_macs(chain: Network, steps: Sequence[Step]) -> int:
-    """Return the multiplications for merging the blocks of an order."""
-    return sum(_best_merge(chain, *_block_ends(step))[0] for step in steps)
+def merge_macs(chain: Network, trees: Iterable[Tree]) -> int:
+    """Return the multiplications for merging blocks."""
+    return sum(_best_merge(chain, *block_ends(tree))[0] for tree in trees)
 
 
 @lru_cache(maxsize=65536)
@@ -457,6 +462,12 @@ def merge_block(
     if done is not None:
         done[tree] = block
     return block
+
+
+def pad_to(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Append zeros to each dim up to a shape."""
+    missing = [size - own for size, own in zip(shape, values.shape, strict=True)]
+    return F.pad(values, [number for size in reversed(missing) for number in (0, size)]) if any(missing) else values
 
 
 def contract(

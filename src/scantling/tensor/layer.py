@@ -43,10 +43,15 @@ from scantling.tensor.contraction import (
     Step,
     Tree,
     best_orders,
+    block_ends,
     can_keep,
+    core_indices,
     merge_block,
+    merge_macs,
+    pad_to,
 )
 from scantling.tensor.cores import num_parameters, tt_svd
+from scantling.tensor.costs import device_costs
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +157,11 @@ class TTLayer(nn.Module):
         raise NotImplementedError
 
     @property
+    def padded_ranks(self) -> tuple[int, ...]:
+        """Ranks of all bonds in products with tokens, where the device's kernels need a multiple of some number."""
+        return self.ranks
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each core without its bonds."""
         return tuple(core.shape[1:-1].numel() for core in self.cores)
@@ -238,7 +248,7 @@ class TTLayer(nn.Module):
     def blocks(self, steps: Sequence[Step]) -> list[Tensor]:
         """Return the merged blocks of a contraction order, in the dtype of the cores even under autocast.
 
-        Each is (r, modes as one, r'), or (r, row modes, column modes, r').
+        Each is (r, modes as one, r'), or (r, row modes, column modes, r'), with padded ranks.
         """
         return self.merged_blocks([step.tree for step in steps])
 
@@ -256,7 +266,14 @@ class TTLayer(nn.Module):
 
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         cores = self.gated_cores()
-        return [merge_block(cores, tree) for tree in trees]
+        blocks = [merge_block(cores, tree) for tree in trees]
+        ranks = self.padded_ranks
+        if ranks == self.ranks:
+            return blocks
+        return [
+            pad_to(block, (ranks[first], *block.shape[1:-1], ranks[last + 1]))
+            for block, (first, last) in zip(blocks, map(block_ends, trees), strict=True)
+        ]
 
     def _merge_for_pass(self, trees: Sequence[Tree]) -> list[Tensor]:
         """Return blocks for a pass with gradients, merged together with those of other layers if possible."""
@@ -322,10 +339,22 @@ class TTLayer(nn.Module):
     # The search depends on shapes only, and the compiler cannot trace it.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _best_orders(self, merges: Literal["once", "kept", "shared"], is_head: bool) -> Orders:
-        network = self.network
+        network = self.network_at(self.padded_ranks)
         if is_head and isinstance(network, Lookup):
             network = Head(network)
-        return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges])
+        costs = device_costs(self.log_gain.device)
+        return best_orders(network, {"once": 1.0, "kept": 0.0, "shared": 1.0 / self._passes}[merges], costs)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def merging_cost(self, ranks: tuple[int, ...], num_layers: int) -> float:
+        """Return the cost of merging the blocks for many tokens in stacks of this many layers, each with these ranks.
+
+        It is on the scale of multiplications, see `scantling.tensor.costs`.
+        """
+        trees = [step.tree for step in self._best_orders("once", False)[-1][1]]
+        num_products = sum(len(core_indices(tree)) - 1 for tree in trees)
+        launches = device_costs(self.log_gain.device).launch * num_products
+        return launches + num_layers * merge_macs(self.network_at(ranks), trees)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other cores, and its blocks would never be dropped.

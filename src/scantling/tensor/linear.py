@@ -28,6 +28,7 @@ from scantling.errors import UserError
 from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, core_indices, make_plan
 from scantling.tensor.cores import clip_ranks, dense, random_cores
+from scantling.tensor.costs import device_costs
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
@@ -132,6 +133,16 @@ class TTLinear(TTLayer):
     def network(self) -> Chain:
         return self.network_at(self.ranks)
 
+    @property
+    def padded_ranks(self) -> tuple[int, ...]:
+        ranks: tuple[int, ...] = self._pad_ranks()
+        return ranks
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _pad_ranks(self) -> tuple[int, ...]:
+        costs = device_costs(self.log_gain.device)
+        return self.ranks if costs.rank_multiple == 1 else tuple(map(costs.pad_rank, self.ranks))
+
     def network_at(self, ranks: tuple[int, ...]) -> Chain:
         has_activation = self.activation is not None
         return Chain((*self.in_modes, *self.out_modes), ranks, len(self.in_modes), has_activation)
@@ -170,9 +181,10 @@ class TTLinear(TTLayer):
         Args:
             num_tokens: rows of the input.
         """
+        network = self.network_at(self.padded_ranks)
         if self.formats is not None and self.formats.matmul is not None:
-            return make_plan(self.network, num_tokens, self._many_token_steps)
-        return best_plan(self.network, num_tokens)
+            return make_plan(network, num_tokens, self._many_token_steps)
+        return best_plan(network, num_tokens, costs=device_costs(self.log_gain.device))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return y = x W + bias: (..., in_features) to (..., out_features).
@@ -207,7 +219,7 @@ class TTLinear(TTLayer):
         if self.activation is not None:
             # Blocks of input cores, then f, then blocks of output cores.
             count = sum(core_indices(step.tree)[0] < len(self.in_modes) for step in steps)
-            middle_rank = self.ranks[len(self.in_modes)]
+            middle_rank = self.padded_ranks[len(self.in_modes)]
             state = contract(state, blocks[:count], steps[:count], middle_rank, multiply=multiply)
             state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
         # Padded outputs are sliced off by the caller, so the bias is padded, too.

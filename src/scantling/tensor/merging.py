@@ -6,6 +6,9 @@ forward pass of the model, the first call of a layer of a class merges the block
 stacked, (layers, r, modes..., r'), and `torch.bmm` multiplies the stacks. The gradients of the cores come from stacked
 products, too.
 
+Where a launch costs more than it computes (see `costs.py`), layers whose ranks differ, as after the removal of ranks,
+form one class, too: their cores are padded with zeros to the largest ranks of the class.
+
 The parameters stay those of the layers, and nothing is kept beyond a pass. The layers of a class that are called
 with another contraction order, because they have other token counts, are merged for that order in the same way. The
 composition of the stacks depends on the model and on its calls alone, so that a resumed run repeats the same rounding.
@@ -17,6 +20,8 @@ large that stacking saves nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from scantling.numerics.device import without_autocast
 from scantling.numerics.torch_private import fsdp_managed_modules, is_in_functorch, remove_forward_hooks
-from scantling.tensor.contraction import Tree, block_numel, merge_block
+from scantling.tensor.contraction import Tree, block_ends, block_numel, merge_block, pad_to
 from scantling.tensor.layer import TTLayer, running, scale_cores, without_saving_hooks
 
 MAX_NUMEL_CPU = 1 << 17
@@ -71,7 +76,8 @@ class MergingPass:
         self._model = model
         self._classes: dict[TTLayer, list[TTLayer]] | None = None
         self._called: set[TTLayer] = set()
-        self._blocks: dict[TTLayer, dict[Tree, Tensor]] = {}
+        # By the first and last core: layers of other ranks would merge a block in another order.
+        self._blocks: dict[TTLayer, dict[tuple[int, int], Tensor]] = {}
         self._is_compiled = torch.compiler.is_compiling()
         if self._is_compiled and torch.is_grad_enabled():
             self._merge_for_compiler()
@@ -87,15 +93,14 @@ class MergingPass:
             return None  # a compiled part of a model: its graph must not depend on this pass
         if not self._is_compiled:
             self._merge_missing(layer, trees)
-        own = self._blocks.get(layer, {})
-        return [own[tree] for tree in trees] if all(tree in own for tree in trees) else None
+        own, ends = self._blocks.get(layer, {}), [block_ends(tree) for tree in trees]
+        return [own[block] for block in ends] if own.keys() >= set(ends) else None
 
     def _merge_missing(self, layer: TTLayer, trees: Sequence[Tree]) -> None:
         """Merge the blocks of a layer that are missing together with those of all equal layers, if it has any."""
         if self._classes is None:
             self._classes = _equal_layers(self._model)
-        own = self._blocks.get(layer, {})
-        if not all(tree in own for tree in trees):
+        if not self._blocks.get(layer, {}).keys() >= {block_ends(tree) for tree in trees}:
             # Layers called before had another order.
             members = [one for one in self._classes.get(layer, ()) if one is layer or one not in self._called]
             if len(members) > 1 and _can_stack(layer, trees):
@@ -106,7 +111,7 @@ class MergingPass:
         if not trees:
             return
         for layer, blocks in zip(layers, merge_stacked(layers, trees), strict=True):
-            self._blocks.setdefault(layer, {}).update(zip(trees, blocks, strict=True))
+            self._blocks.setdefault(layer, {}).update(zip(map(block_ends, trees), blocks, strict=True))
 
     def _merge_for_compiler(self) -> None:
         """Merge the blocks of all orders before the first layer: in compiled code, checkpoints must not change it.
@@ -147,49 +152,123 @@ def _equal_layers(model: nn.Module) -> dict[TTLayer, list[TTLayer]]:
     if any(hasattr(module, "unshard") for module in modules):
         managed = fsdp_managed_modules(model)
         layers = [layer for layer in layers if layer.cores not in managed]
-    classes: dict[Hashable, list[TTLayer]] = {}
+    classes: dict[Hashable, dict[tuple[int, ...], list[TTLayer]]] = {}
     for layer in layers:
         parts = layer.parts
         if all(type(part) is not DTensor and part.numel() for part in parts):
-            key = [(part.shape, part.dtype, part.device, part.requires_grad) for part in parts]
-            classes.setdefault((*key, layer.threshold, layer.formats), []).append(layer)
-    return {layer: members for members in classes.values() for layer in members}
+            key = [(part.dtype, part.device, part.requires_grad) for part in parts]
+            kind = (*key, type(layer), *layer.mode_shapes(), layer.threshold, layer.formats)
+            classes.setdefault(kind, {}).setdefault(layer.ranks, []).append(layer)
+    found = [members for by_ranks in classes.values() for members in _join_ranks(list(by_ranks.values()))]
+    return {layer: members for members in found for layer in members}
+
+
+def _join_ranks(classes: list[list[TTLayer]]) -> list[list[TTLayer]]:
+    """Return classes of layers that differ in ranks alone as one class, if merging it takes less time on the device."""
+    if len(classes) == 1:
+        return classes
+    largest, num_layers = _largest_ranks([layer for layer, *_ in classes]), sum(map(len, classes))
+    apart: float = sum(members[0].merging_cost(members[0].ranks, len(members)) for members in classes)
+    together: float = max(layer.merging_cost(largest, num_layers) for layer, *_ in classes)
+    return [list(chain.from_iterable(classes))] if together < apart else classes
+
+
+def _largest_ranks(layers: Sequence[TTLayer]) -> tuple[int, ...]:
+    """Return the largest padded rank of each bond among some layers."""
+    return tuple(map(max, zip(*(layer.padded_ranks for layer in layers), strict=True)))
 
 
 def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list[Tensor]]:
-    """Return the merged blocks of each of several equal layers.
+    """Return the merged blocks of each of several layers, with padded ranks.
 
     Args:
-        layers: layers with the same shapes, dtypes and rounding.
+        layers: layers with the same modes, dtypes and rounding.
         trees: merge orders of the blocks.
     """
     first = layers[0]
     # Rounding has a scale for each core, so rounded cores are scaled one by one.
     threshold = first.threshold if first.formats is None else None
     tensors = [tensor for layer in layers for tensor in (layer.parts if layer.formats is None else layer.gated_cores())]
-    arguments = trees, len(first.chain), threshold
+    merge = _Merge(tuple(trees), len(first.chain), threshold, _largest_ranks(layers))
+    ranks = [layer.padded_ranks for layer in layers]
     if torch.compiler.is_compiling():
-        blocks = [block for stack in _merge(_stack(tensors, len(layers)), *arguments, 1) for block in stack.unbind()]
+        blocks = _split(merge.stacked(_stack(tensors, merge.ranks, len(layers))), merge.trees, ranks)
     else:
-        blocks = _MergeStacked.apply(*arguments, len(layers), *tensors)  # type: ignore[no-untyped-call]
+        blocks = _MergeStacked.apply(merge, ranks, *tensors)  # type: ignore[no-untyped-call]
     return [list(blocks[i :: len(layers)]) for i in range(len(layers))]
 
 
-def _stack(tensors: list[Tensor] | tuple[Tensor, ...], num_layers: int) -> list[Tensor]:
-    """Return one stack of each tensor of a layer, from those of all layers in turn."""
-    num_tensors = len(tensors) // num_layers
-    return [torch.stack(tensors[i::num_tensors]) for i in range(num_tensors)]
+@dataclass(frozen=True)
+class _Merge:
+    """Merging of the blocks of an order.
+
+    Attributes:
+        trees: merge orders of the blocks.
+        num_cores: number of cores of a layer.
+        threshold: gates at or below it count as 0; None if the cores are scaled already.
+        ranks: ranks of all bonds in the stacks.
+    """
+
+    trees: tuple[Tree, ...]
+    num_cores: int
+    threshold: float | None
+    ranks: tuple[int, ...]
+
+    def stacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the merged blocks of all layers, from stacks of their cores, gains and gates."""
+        return self._blocks(tensors, 1)
+
+    def alone(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the merged blocks of one layer, from its cores, gain and gates."""
+        return self._blocks(tensors, 0)
+
+    def _blocks(self, tensors: Sequence[Tensor], num_stack_dims: int) -> list[Tensor]:
+        cores: Sequence[Tensor] = tensors[: self.num_cores]
+        if self.threshold is not None:
+            gain, *gates = tensors[self.num_cores :]
+            cores = scale_cores(cores, gain, gates, self.threshold, num_stack_dims)
+        done: dict[Tree, Tensor] = {}
+        return [merge_block(cores, tree, num_stack_dims, done) for tree in self.trees]
 
 
-def _merge(
-    tensors: Sequence[Tensor], trees: Sequence[Tree], num_cores: int, threshold: float | None, num_stack_dims: int
-) -> list[Tensor]:
-    """Return merged blocks from cores, gain and gates; from cores scaled already if the threshold is None."""
-    cores: Sequence[Tensor] = tensors[:num_cores]
-    if threshold is not None:
-        cores = scale_cores(cores, tensors[num_cores], tensors[num_cores + 1 :], threshold, num_stack_dims)
-    done: dict[Tree, Tensor] = {}
-    return [merge_block(cores, tree, num_stack_dims, done) for tree in trees]
+def _stack(tensors: Sequence[Tensor], ranks: tuple[int, ...], num_layers: int) -> list[Tensor]:
+    """Return one stack of each tensor of a layer, padded to some ranks, from the tensors of all layers in turn."""
+    num_tensors, num_cores = len(tensors) // num_layers, len(ranks) - 1
+    stacks = []
+    for i in range(num_tensors):
+        members, shape = tensors[i::num_tensors], list(tensors[i].shape)
+        if i < num_cores:
+            shape[0], shape[-1] = ranks[i], ranks[i + 1]
+        elif i > num_cores:  # the gates follow the gain; the first one belongs to the first inner bond
+            shape = [ranks[i - num_cores]]
+        stacks.append(_stack_padded(members, shape))
+    return stacks
+
+
+def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return a stack of tensors of this shape; smaller ones are padded with zeros."""
+    if torch.compiler.is_compiling() or all(tensor.shape == torch.Size(shape) for tensor in tensors):
+        return torch.stack([pad_to(tensor, shape) for tensor in tensors])
+    stack = tensors[0].new_zeros(len(tensors), *shape)
+    # One launch for all, where padding each takes one per tensor.
+    torch._foreach_copy_([_cut(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors))
+    return stack
+
+
+def _cut(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the first elements of each dim as a view."""
+    for dim, size in enumerate(shape):
+        values = values if values.shape[dim] == size else values.narrow(dim, 0, size)
+    return values
+
+
+def _split(stacks: Sequence[Tensor], trees: Sequence[Tree], ranks: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the blocks of the layers, those of the first stack first, cut to the ranks of each layer."""
+    blocks = []
+    for stack, (first, last) in zip(stacks, map(block_ends, trees), strict=True):
+        for block, own in zip(stack.unbind(), ranks, strict=True):
+            blocks.append(_cut(block, (own[first], *block.shape[1:-1], own[last + 1])))
+    return blocks
 
 
 class _MergeStacked(torch.autograd.Function):
@@ -200,25 +279,23 @@ class _MergeStacked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, trees: Sequence[Tree], num_cores: int, threshold: float | None, num_layers: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        stacks = _stack(tensors, num_layers)
+    def forward(ctx: Any, merge: _Merge, ranks: Sequence[tuple[int, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        stacks = _stack(tensors, merge.ranks, len(ranks))
         with torch.enable_grad(), without_saving_hooks():
             for stack, tensor in zip(stacks, tensors, strict=False):
                 stack.requires_grad_(tensor.requires_grad)
-            blocks = _merge(stacks, trees, num_cores, threshold, 1)
+            blocks = merge.stacked(stacks)
         ctx.set_materialize_grads(False)
         ctx.tensors, ctx.stacks, ctx.blocks = tensors, stacks, blocks
-        ctx.arguments, ctx.num_layers = (trees, num_cores, threshold), num_layers
-        return tuple(block for stack in blocks for block in stack.detach().unbind())
+        ctx.merge, ctx.num_layers = merge, len(ranks)
+        return tuple(_split([stack.detach() for stack in blocks], merge.trees, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with without_autocast(ctx.tensors[0].device):
             # The stacks are copies, which have no second derivatives.
             found = _differentiable_gradients(ctx, grads) if torch.is_grad_enabled() else _gradients(ctx, grads)
-        return (None,) * 4 + tuple(found)
+        return (None, None, *found)
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -228,21 +305,22 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         own = grads[i * count : (i + 1) * count]
         if any(grad is not None for grad in own):
             blocks.append(block)
-            stacked.append(torch.stack([torch.zeros_like(block[0]) if grad is None else grad for grad in own]))
+            given = [torch.zeros_like(block[0]) if grad is None else grad for grad in own]
+            stacked.append(_stack_padded(given, block.shape[1:]))
     trained = [stack for stack in ctx.stacks if stack.requires_grad]
     found = iter(torch.autograd.grad(blocks, trained, stacked, retain_graph=True, allow_unused=True))
     by_stack = [next(found) if stack.requires_grad else None for stack in ctx.stacks]
     is_used = [any(grad is not None for grad in grads[i::count]) for i in range(count)]
-    return [stack[i] if is_used[i] and stack is not None else None for i in range(count) for stack in by_stack]
+    rows = [stack[i] if is_used[i] and stack is not None else None for i in range(count) for stack in by_stack]
+    return [None if row is None else _cut(row, own.shape) for row, own in zip(rows, ctx.tensors, strict=True)]
 
 
 def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the same as `_gradients`, as differentiable functions of the tensors."""
-    (trees, num_cores, threshold), size = ctx.arguments, len(ctx.stacks)
-    tensors = [ctx.tensors[i * size : (i + 1) * size] for i in range(ctx.num_layers)]
-    layers = [_merge(own, trees, num_cores, threshold, 0) for own in tensors]
+    size = len(ctx.stacks)
+    layers = [ctx.merge.alone(ctx.tensors[i * size : (i + 1) * size]) for i in range(ctx.num_layers)]
     blocks = [block for tree in zip(*layers, strict=True) for block in tree]
-    pairs = [(block, grad) for block, grad in zip(blocks, grads, strict=True) if grad is not None]
+    pairs = [(block, _cut(grad, block.shape)) for block, grad in zip(blocks, grads, strict=True) if grad is not None]
     trained = [tensor for tensor in ctx.tensors if tensor.requires_grad]
     found = iter(
         torch.autograd.grad(

@@ -1,0 +1,114 @@
+"""Costs of matrix products on a device, by which contraction orders are compared.
+
+A CPU computes while it reads, so its costs are multiplications and memory traffic. On a GPU, launching a product takes
+as long as millions of multiplications, and tensor cores multiply 16 rows in the time of one. These costs are measured
+once per kind of GPU, in less than a second, and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import log2
+from typing import Any
+
+import torch
+
+from scantling.errors import UserError
+from scantling.files import cache_root, read_json_object, write_json
+from scantling.numerics.device import is_capturing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """Costs of matrix products relative to one multiplication.
+
+    Attributes:
+        element: multiplications that take as long as reading or writing one element.
+        launch: multiplications that take as long as launching one product; 0 if a launch costs little.
+        rank_multiple: ranks inside products are padded with zeros to a multiple of this.
+    """
+
+    element: float
+    launch: float = 0.0
+    rank_multiple: int = 1
+
+    def pad_rank(self, rank: int) -> int:
+        """Return the padded rank; outer bonds (1) and removed layers (0) have nothing to pad."""
+        return rank if rank <= 1 else -(-rank // self.rank_multiple) * self.rank_multiple
+
+
+CPU = DeviceCosts(element=8.0)
+"""Costs of a CPU, measured by benchmarks/tensor_layers.py."""
+TYPICAL_GPU = DeviceCosts(element=256.0, launch=2.0**31, rank_multiple=16)
+"""Costs of a GPU that cannot be measured now: 400 T bf16 multiplications and 3 TB a second, 5 us a launch."""
+
+
+def device_costs(device: torch.device) -> DeviceCosts:
+    """Return the costs of a device; those of a GPU are measured the first time it is used."""
+    if device.type != "cuda":
+        return CPU
+    if not torch.cuda.is_available():
+        return TYPICAL_GPU
+    name = torch.cuda.get_device_name(device)
+    if name not in _gpu_costs:
+        if is_capturing(device):  # a capture cannot wait for a measurement
+            return TYPICAL_GPU
+        _gpu_costs[name] = _read_or_measure(f"{name}, torch {torch.__version__}", device)
+    return _gpu_costs[name]
+
+
+def _read_or_measure(key: str, device: torch.device) -> DeviceCosts:
+    """Return the costs of a kind of GPU from the cache folder, or measure them and write them there."""
+    path = cache_root() / "device-costs.json"
+    known: dict[str, Any] = {}
+    try:
+        known = read_json_object(path)
+        return DeviceCosts(**known[key])
+    except (UserError, KeyError, TypeError):  # no such file, or no such entry
+        costs = _measure(device)
+    logger.info("measured the costs of matrix products on %s: %s", key, costs)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**known, key: asdict(costs)})
+    except OSError as error:
+        logger.warning("cannot write %s (%s): the next process measures the costs of products again", path, error)
+    return costs
+
+
+@torch.no_grad()
+def _measure(device: torch.device) -> DeviceCosts:
+    """Measure the costs of a GPU with bf16 products.
+
+    They are rounded to powers of 2, so that two measurements of one kind of GPU hardly ever differ.
+    """
+    size = 4096
+    large, small = (torch.zeros(n, n, dtype=torch.bfloat16, device=device) for n in (size, 32))
+    wide = torch.zeros(1 << 26, dtype=torch.bfloat16, device=device)
+    per_mac = _seconds(lambda: torch.mm(large, large), 10) / size**3
+    per_element = _seconds(lambda: wide.add_(1.0), 10) / (2 * wide.numel())
+    per_launch = _seconds(lambda: torch.mm(small, small), 200)
+    return DeviceCosts(_power_of_two(per_element / per_mac), _power_of_two(per_launch / per_mac), rank_multiple=16)
+
+
+def _seconds(work: Callable[[], object], times: int) -> float:
+    """Return the time of some work on the current CUDA stream, after one call that warms up."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    work()
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / times
+
+
+def _power_of_two(value: float) -> float:
+    return 2.0 ** round(log2(max(value, 1.0)))
+
+
+_gpu_costs: dict[str, DeviceCosts] = {}
+"""Costs by the name of the GPU."""

@@ -1,0 +1,114 @@
+"""Tests of the costs of products on a device, and of the orders that follow from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import scantling as sc
+from scantling.tensor import costs
+from scantling.tensor.contraction import MAX_OVERHEAD, Chain, best_plan, can_keep, make_plan, make_steps
+from scantling.tensor.costs import CPU, TYPICAL_GPU, DeviceCosts, device_costs
+
+CHAIN = Chain((12, 8, 8, 8, 8, 12), (1, 12, 32, 32, 32, 12, 1), 3)
+GPU = torch.device("cuda", 0)
+
+
+def test_few_launches_win_on_a_gpu() -> None:
+    """One token goes through core after core on a CPU, and through two merged blocks on a GPU."""
+    assert len(best_plan(CHAIN, 1).steps) > 2
+    for tokens in (1, 128, 4096):
+        assert best_plan(CHAIN, tokens, costs=TYPICAL_GPU).steps == make_steps(CHAIN, [3])
+
+
+def test_orders_of_a_gpu_save_multiplications_or_can_be_kept() -> None:
+    for chain in (CHAIN, Chain((2, 2, 2, 2), (1, 2, 4, 2, 1), 2), Chain((64, 64), (1, 64, 1), 1)):
+        for tokens in (1, 100, 10_000):
+            plan = best_plan(chain, tokens, costs=TYPICAL_GPU)
+            known = [make_plan(chain, tokens, make_steps(chain, [cut])) for cut in range(1, len(chain.modes))]
+            is_kept = can_keep(chain, [step.tree for step in plan.steps])
+            assert is_kept or plan.macs <= MAX_OVERHEAD * min(one.macs for one in known)
+
+
+def test_ranks_are_padded_to_a_multiple() -> None:
+    assert [TYPICAL_GPU.pad_rank(rank) for rank in (0, 1, 2, 16, 30, 33)] == [0, 1, 16, 16, 32, 48]
+    assert [CPU.pad_rank(rank) for rank in (0, 1, 2, 30)] == [0, 1, 2, 30]
+    assert sc.TTLinear(64, 64, 5).padded_ranks == sc.TTLinear(64, 64, 5).ranks
+
+
+def test_layers_of_a_gpu_plan_with_its_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = sc.TTLinear(768, 768, 30)
+    on_cpu = layer.plan(1)
+    monkeypatch.setattr(costs, "CPU", TYPICAL_GPU)
+    on_gpu = layer.plan(1)
+    assert len(on_gpu.steps) == 2 < len(on_cpu.steps)
+    assert on_gpu.steps[0].width == 32
+    assert layer._best_steps(1) == on_gpu.steps
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.device]:
+    """Pretend that there is a GPU; return the devices measured so far."""
+    calls: list[torch.device] = []
+
+    def measure(device: torch.device) -> DeviceCosts:
+        calls.append(device)
+        return DeviceCosts(128.0, 2.0**20, 16)
+
+    monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(costs, "_measure", measure)
+    monkeypatch.setattr(costs, "is_capturing", lambda device: False)
+    monkeypatch.setattr(costs, "_gpu_costs", {})
+    return calls
+
+
+def test_a_gpu_is_measured_once(measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = device_costs(GPU)
+    assert first == DeviceCosts(128.0, 2.0**20, 16) == device_costs(GPU)
+    monkeypatch.setattr(costs, "_gpu_costs", {})  # another process
+    assert device_costs(GPU) == first
+    assert measured == [GPU]
+    (entry,) = json.loads((tmp_path / "device-costs.json").read_text())
+    assert entry == f"a GPU, torch {torch.__version__}"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"KEY": {"launch": 1, "other": 2}}', '{"KEY": 3}'])
+def test_damaged_costs_are_measured_again(content: str, measured: list[torch.device], tmp_path: Path) -> None:
+    key = f"a GPU, torch {torch.__version__}"
+    (tmp_path / "device-costs.json").write_text(content.replace("KEY", key))
+    assert device_costs(GPU).element == 128.0
+    assert measured == [GPU]
+    assert json.loads((tmp_path / "device-costs.json").read_text())[key]["element"] == 128.0
+
+
+def test_costs_that_cannot_be_written(
+    measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path / "file"))
+    assert device_costs(GPU).element == 128.0
+    assert "cannot write" in caplog.text
+
+
+def test_a_capture_does_not_wait_for_a_measurement(
+    measured: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "is_capturing", lambda device: True)
+    assert device_costs(GPU) == TYPICAL_GPU
+    monkeypatch.setattr(costs, "is_capturing", lambda device: False)
+    device_costs(GPU)
+    monkeypatch.setattr(costs, "is_capturing", lambda device: True)
+    assert device_costs(GPU).element == 128.0
+    assert measured == [GPU]
+
+
+@pytest.mark.gpu
+def test_costs_of_this_gpu() -> None:
+    found = costs._measure(torch.device("cuda"))
+    assert 2.0**3 <= found.element <= 2.0**12
+    assert 2.0**20 <= found.launch <= 2.0**40
