@@ -87,6 +87,7 @@ PARTS = (
         "--device cpu --rounds 1 --size 64 --rank 4 --tokens 32 --kinds cores --eager",
     ),
     Part("lookup", 25, "tensor_gpu.py", "lookup --rounds 10", "lookup --device cpu --rounds 1"),
+    Part("orders", 25, "tensor_gpu.py", "orders --rounds 10", "orders --device cpu --rounds 1"),
     Part("llama-130m", 300, "llama_gpu.py", "--seconds 50", "--device cpu"),
 )
 """Parts after the tests, most important first; the last one takes the rest of the time."""
@@ -146,6 +147,7 @@ SHOWN = {
     "share_of_step": "share of a step",
     "valid_loss": "loss, nats",
     "tokens": "tokens",
+    "worst_over_best": "worst chosen order, best order is 1",
     "ratio": "time, layer without rounding is 1",
 }
 """Other values that the table shows, and the titles of their columns."""

@@ -3,6 +3,7 @@
     python benchmarks/tensor_gpu.py steps      dense, TT and GaLore at batch 1, 32 and 128 of 128 tokens
     python benchmarks/tensor_gpu.py blocks     two blocks of width 2048 and 4096 with 16,384 tokens
     python benchmarks/tensor_gpu.py lookup     a table of ten million rows at batch 10,000, 20,000 and 40,000
+    python benchmarks/tensor_gpu.py orders     60 cases: the chosen contraction order against the known orders
 
 `steps`: the paper's baseline is dense in fp32 without TF32. `tuned` is dense in bf16, compiled and captured in a CUDA
 graph; the best form of the TT model is too. `alone` merges the cores of each layer alone. Times are device times, in
@@ -15,6 +16,9 @@ of a sixteenth and a quarter of the width.
 
 `lookup`: forward and backward on Zipf-distributed ids. `unoptimised` gathers core slices for each id and multiplies
 them in order. `each id by itself` is the optimized lookup without deduplication of ids.
+
+`orders`: forward and backward pass of one layer in bf16 in the cases of tensor_layers.py, captured. Ranks are not
+padded in the known orders.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +39,11 @@ from dated import dated, write
 from encoder_models import FULL, Shape, Training
 from interleaved import ratio
 from optim_gpu import capture_graph, time_in_turns
+from tensor_layers import GRID_RANKS, GRID_SHAPES, GRID_TOKENS, InOrder, forward_backward, known_orders
 from torch import Tensor, nn
 
 import scantling as sc
+from scantling.tensor.costs import device_costs
 from scantling.tensor.merging import merge_alone
 
 
@@ -274,15 +281,40 @@ def lookup(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield found
 
 
+def orders(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the times of the chosen order relative to the best of the known ones in all cases, and their maximum."""
+    cases, over_best = {}, []
+    cuda = options.device == "cuda"
+    for (inputs, outputs), rank, tokens in list(product(GRID_SHAPES, GRID_RANKS, GRID_TOKENS))[: None if cuda else 2]:
+        torch.manual_seed(0)
+        layer = sc.TTLinear(inputs, outputs, rank, bias=False, device=options.device, dtype=torch.bfloat16)
+        x = torch.randn(tokens, inputs, device=options.device, dtype=torch.bfloat16, requires_grad=True)
+        modules = {name: InOrder(layer, steps) for name, steps in known_orders(layer.network).items()}
+        work = {name: forward_backward(module, x) for name, module in {**modules, "chosen": layer}.items()}
+        for run in work.values():
+            run()
+        if cuda:
+            work = {name: capture_graph(run) for name, run in work.items()}
+        times = time_in_turns(work, options.rounds, options.device)
+        best = min(modules, key=lambda name: float(np.median(times[name])))
+        over_best.append(ratio(times["chosen"], times[best])["ratio"])
+        label = f"{inputs}x{outputs}, rank {rank}, {tokens} tokens"
+        cases[label] = {"plan": str(layer.plan(tokens)), "best": best, "chosen_over_best": over_best[-1], "raw": times}
+        print(f"  {label:36} {over_best[-1]:.2f} of {best}", flush=True)
+    worst = {"worst_over_best": max(over_best), "costs": asdict(device_costs(x.device)), "cases": cases}
+    yield {f"{len(cases)} cases": worst}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=["steps", "blocks", "lookup"])
+    parser.add_argument("measure", choices=["steps", "blocks", "lookup", "orders"])
     parser.add_argument("--batches", type=int, nargs="*", help="default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu only tries the script, small")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    for found in {"steps": steps, "blocks": blocks, "lookup": lookup}[options.measure](options):
+    measures = {"steps": steps, "blocks": blocks, "lookup": lookup, "orders": orders}
+    for found in measures[options.measure](options):
         print(write(dated(__file__, results=found), f"tensor-{options.measure}-gpu", options.out))
     return 0
 
