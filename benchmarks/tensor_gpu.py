@@ -6,10 +6,11 @@
     python benchmarks/tensor_gpu.py orders     60 cases: the chosen contraction order against the known orders
 
 `steps`: the paper's baseline is dense in fp32 without TF32. `tuned` is dense in bf16, compiled and captured in a CUDA
-graph; the best form of the TT model is too. `alone` merges the cores of each layer alone. Times are device times, in
-turns, rounds in random order; ratios are medians over the rounds. Peak memory is the memory allocated between the start
-of a model's construction and the end of its fourth step. GaLore needs the package galore-torch; its SVD every 200 steps
-counts in the peak memory but not in the times.
+graph; the best form of the TT model is too. `fused` has the kernels of feed-forward layers
+(`train.activation_checkpointing: feed_forward`), `alone` merges the cores of each layer alone. Times are device times,
+in turns, rounds in random order; ratios are medians over the rounds. Peak memory is the memory allocated between the
+start of a model's construction and the end of its fourth step. GaLore needs the package galore-torch; its SVD every 200
+steps counts in the peak memory but not in the times.
 
 `blocks`: forward and backward pass of two decoder blocks, weights and inputs in bf16, compiled and captured, with ranks
 of a sixteenth and a quarter of the width.
@@ -45,6 +46,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.tensor.costs import device_costs
 from scantling.tensor.merging import merge_alone
+from scantling.trainer.models.checkpointing import checkpoint_activations
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Contender:
     compiled: bool = False
     graph: bool = False
     alone: bool = False
+    fused: bool = False
 
 
 CONTENDERS = {
@@ -65,6 +68,7 @@ CONTENDERS = {
     "TT, fp32, graph": Contender("cores", graph=True),
     "TT, bf16, graph": Contender("cores", "bfloat16", graph=True),
     "TT, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True),
+    "TT fused, bf16, graph": Contender("cores", "bfloat16", graph=True, fused=True),
     "TT alone, bf16, graph": Contender("cores", "bfloat16", graph=True, alone=True),
     "TT alone, bf16, compiled, graph": Contender("cores", "bfloat16", compiled=True, graph=True, alone=True),
     "TT adapting, bf16, graph": Contender("cores-adapting", "bfloat16", graph=True),
@@ -92,6 +96,8 @@ def built(contender: Contender, batch: int, shape: Shape, device: str) -> tuple[
     training = Training(contender.name, shape, contender.dtype, device, **options)
     if contender.alone:
         merge_alone(training.model)
+    if contender.fused:
+        checkpoint_activations(training.model, "feed_forward")
     if contender.compiled and device == "cuda":
         training.model.compile()
     step = training.step(batch)

@@ -168,6 +168,11 @@ def share_hooks(source: nn.Module, target: nn.Module) -> None:
             vars(target)[name] = vars(source)[name]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """True if hooks run in the forward pass of a module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def remove_forward_hooks(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> None:
     """Remove forward hooks and pre-hooks by their functions. Public handles do not survive copies of a model."""
     functions = tuple(functions)

@@ -193,6 +193,12 @@ class TTLinear(TTLayer):
             UserError: if x has another number of features, or `check_input` raises it.
         """
         x = input  # `nn.Linear`'s keyword is `input`
+        state, blocks, steps = self._begin(x)
+        y = self._contract(state, blocks, steps)[:, : self.out_features].contiguous()
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def _begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor], Sequence[Step]]:
+        """Return the state, (tokens, padded inputs), blocks and steps; perhaps after a first step with other layers."""
         if x.shape[-1] != self.in_features:
             raise UserError(f"the input has the shape {tuple(x.shape)}; its last dim must be {self.in_features}")
         self.check_input(x)
@@ -208,9 +214,31 @@ class TTLinear(TTLayer):
         rest = None
         if self.shared_input is not None and multiply is None and not torch.compiler.is_compiling():
             rest = self.shared_input.first_product(self, x, tokens, steps)
-        state, blocks, steps = (tokens, self.blocks(steps), steps) if rest is None else rest
-        y = self._contract(state, blocks, steps)[:, : self.out_features].contiguous()
-        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.out_features)
+        return (tokens, self.blocks(steps), steps) if rest is None else rest
+
+    def is_pair(self, num_tokens: int) -> bool:
+        """True if y = (x A) B is the best order, without rounding."""
+        steps = self._best_steps(num_tokens)
+        return self.formats is None and len(steps) == 2 and core_indices(steps[0].tree)[-1] == len(self.in_modes) - 1
+
+    def first_factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f(x A), (tokens, rank), and B, (rank, out_features), if y = (x A) B is the best order."""
+        state, blocks, steps = self._begin(x)
+        if len(steps) == 2:
+            state = contract(state, blocks[:1], steps[:1], steps[0].width)
+        if self.activation is not None:
+            state = ACTIVATIONS[self.activation][0](state)
+        return state, blocks[-1].reshape(steps[-1].inner, -1)[:, : self.out_features]
+
+    def factors(self, num_tokens: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return A, (in_features, rank), and the function that maps x A to y, if y = (x A) B is the best order."""
+        steps = self._best_steps(num_tokens)
+        blocks = self.blocks(steps)
+
+        def finish(state: Tensor) -> Tensor:
+            return self._contract(state, blocks[1:], steps[1:])[:, : self.out_features].contiguous()
+
+        return blocks[0].reshape(steps[0].inner, -1)[: self.in_features], finish
 
     def _contract(self, state: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step]) -> Tensor:
         """Contract the state with the blocks, including activation, rounding and bias: (tokens, padded outputs)."""

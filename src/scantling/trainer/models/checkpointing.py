@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from scantling.conv1d import is_conv1d_subclass
 from scantling.errors import UserError, first_line
 from scantling.tensor.experts import TTExperts, is_fused_experts
+from scantling.tensor.feed_forward import fused_feed_forward
 from scantling.tensor.linear import TTLinear
 
 _ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation")
@@ -54,10 +55,16 @@ def checkpoint_activations(model: Any, which: bool | Literal["feed_forward"] = T
 
 # Methods, which copies of a model bind to the copy.
 def _recompute(module: nn.Module, *args: Any, **options: Any) -> Any:
+    found = fused_feed_forward(module, args[0]) if len(args) == 1 and not options else None
+    if found is not None:
+        return found
     return checkpoint(type(module).forward, module, *args, use_reentrant=False, **options)
 
 
 def _recompute_chunk(module: Any, hidden: Tensor) -> Any:
+    found = fused_feed_forward(module, hidden)
+    if found is not None:
+        return found
     return checkpoint(type(module).feed_forward_chunk, module, hidden, use_reentrant=False)
 
 

@@ -1,0 +1,267 @@
+"""Low-rank feed-forward layers on a GPU, whose hidden layer never reaches memory.
+
+    y = h2 B2    with    h2 = v A2,    v = f(h1 B1 + b1),    h1 = x A1
+
+or v = f(g1 B_g + b_g) (h1 B1 + b1) with a gate. The hidden layer v is several times as wide as x, while h1 and h2 are
+only one rank wide. One kernel computes h2 from h1, and two compute the gradients, from h1 and v computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from scantling.numerics.device import device_context, has_kernels, without_autocast
+from scantling.numerics.torch_private import has_forward_hooks, is_in_functorch
+from scantling.tensor.linear import TTLinear
+
+DEVICES = ("cuda",)
+MAX_RANK = 128
+"""Largest rank whose tiles fit into the registers of a program."""
+PROGRAMS = 128
+"""Programs that keep a GPU busy; with fewer tiles of tokens, several programs share the hidden layer of a tile."""
+TOKEN_TILE = 64
+
+_TWO_LAYERS = {
+    "CLIPMLP": ("fc1", "fc2"),
+    "GPT2MLP": ("c_fc", "c_proj"),
+    "GPTJMLP": ("fc_in", "fc_out"),
+    "GPTNeoXMLP": ("dense_h_to_4h", "dense_4h_to_h"),
+    "PhiMLP": ("fc1", "fc2"),
+    "SiglipMLP": ("fc1", "fc2"),
+}
+"""Classes of transformers that apply a layer, an activation, another layer and perhaps dropout."""
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATIONS = ("act_fn", "act", "activation_fn")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a feed-forward layer.
+
+    Attributes:
+        layers: the gate, if there is one, the layer that widens, and the one that narrows.
+        activation: the kernels' name of f.
+        finish: function that maps y and the input to the module's output.
+    """
+
+    layers: tuple[TTLinear, ...]
+    activation: str
+    finish: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def down(self) -> TTLinear:
+        return self.layers[-1]
+
+
+def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
+    """Return the output of a feed-forward layer; it stores only what is one rank wide for the backward pass.
+
+    Args:
+        module: a feed-forward layer of transformers, or a block of BERT, whose method `feed_forward_chunk` it replaces.
+        x: (..., width).
+
+    Returns:
+        None if the kernels do not run on this device, do not know the layer's structure or its activation, or its
+        layers are not low-rank in two factors of at most `MAX_RANK`; also in compiled code, inside `torch.func` or
+        without gradients.
+    """
+    kind = x.device.type
+    if kind not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_in_functorch():
+        return None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    parts, num_tokens = _find_parts(module), x.shape[:-1].numel()
+    if parts is None or dtype not in (torch.float32, torch.bfloat16) or not num_tokens or not has_kernels(x.device):
+        return None
+    if not all(
+        layer.is_pair(num_tokens) and layer.padded_ranks[len(layer.in_modes)] <= MAX_RANK for layer in parts.layers
+    ):
+        return None
+    a, finish = parts.down.factors(num_tokens)
+    paths = [(*layer.first_factor(x), layer.bias) for layer in parts.layers[:-1]]
+    operands = [None if value is None else value.to(dtype) for path in paths for value in path]
+    with without_autocast(x.device):
+        h2 = _ContractHidden.apply(parts.activation, a.to(dtype), *operands)  # type: ignore[no-untyped-call]
+    return parts.finish(finish(h2).view(*x.shape[:-1], parts.down.out_features), x)
+
+
+def _find_parts(module: nn.Module) -> _Parts | None:
+    """Return the parts of a feed-forward layer of known structure, with TT layers that nothing hooks into."""
+    found = _find_bert_layers(module) if hasattr(module, "feed_forward_chunk") else _find_layers(module)
+    if found is None:
+        return None
+    layers, function, finish = found
+    if any(type(layer) is not TTLinear or has_forward_hooks(layer) for layer in layers):
+        return None
+    # One kernel has one rank of its inputs, and all biases or none.
+    kinds = {(layer.padded_ranks[len(layer.in_modes)], layer.bias is None) for layer in layers[:-1]}
+    activation = _activation_name(function)
+    return None if activation is None or len(kinds) > 1 else _Parts(layers, activation, finish)
+
+
+def _find_layers(module: nn.Module) -> tuple[tuple[Any, ...], Any, Callable[[Tensor, Tensor], Tensor]] | None:
+    """Return layers, activation and the function after them of a module whose forward pass is known."""
+    children = dict(module.named_children())
+    name = next((name for name in _ACTIVATIONS if callable(getattr(module, name, None))), None)
+    if name is None:
+        return None
+    rest, activation = children.keys() - {name}, getattr(module, name)
+    if rest == set(_GATED) and not hasattr(module, "activation_sparsity"):
+        return tuple(children[name] for name in _GATED), activation, lambda y, _: y
+    names = _TWO_LAYERS.get(type(module).__name__)
+    if names is None or not set(names) <= rest <= {*names, "dropout"}:
+        return None
+    dropout = children.get("dropout", nn.Identity())
+    return tuple(children[name] for name in names), activation, lambda y, _: dropout(y)
+
+
+def _find_bert_layers(block: Any) -> tuple[tuple[Any, ...], Any, Callable[[Tensor, Tensor], Tensor]] | None:
+    inner, outer = getattr(block, "intermediate", None), getattr(block, "output", None)
+    if not isinstance(inner, nn.Module) or not isinstance(outer, nn.Module):
+        return None
+    names = {name for name, _ in inner.named_children()} - {"intermediate_act_fn"}
+    if names != {"dense"} or {name for name, _ in outer.named_children()} != {"dense", "dropout", "LayerNorm"}:
+        return None
+    known: Any = outer
+    finish = lambda y, x: known.LayerNorm(known.dropout(y) + x)  # noqa: E731
+    return (inner.dense, known.dense), inner.intermediate_act_fn, finish
+
+
+class _ContractHidden(torch.autograd.Function):
+    """h2 = v A2 from f, A2, and state, matrix and bias of the gate, if there is one, and of the layer itself."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: str, a: Tensor, *paths: Tensor | None) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(a, *paths)
+        return _Launch(activation, a, paths).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, *paths = ctx.saved_tensors
+        return (None, *_Launch(ctx.activation, a, paths).backward(grad.contiguous()))
+
+
+def _activation_name(activation: Any) -> str | None:
+    """Return the kernels' name of an activation of torch or transformers; None for others."""
+    kind = type(activation).__name__
+    if kind == "GELU":
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    if kind in ("function", "builtin_function_or_method", "partial"):
+        return {nn.functional.silu: "silu", nn.functional.gelu: "gelu", nn.functional.relu: "relu"}.get(activation)
+    return {
+        "SiLU": "silu",
+        "SiLUActivation": "silu",
+        "GELUActivation": "gelu",
+        "GELUTanh": "gelu_tanh",
+        "NewGELUActivation": "gelu_tanh",
+        "ReLU": "relu",
+    }.get(kind)
+
+
+class _Launch:
+    """Launches of the kernels for one call: h2, and the gradients.
+
+    Args:
+        activation: name of f.
+        a: A2, (hidden, out rank).
+        paths: state, matrix and bias of the gate, if there is one, and of the layer itself.
+    """
+
+    def __init__(self, activation: str, a: Tensor, paths: Sequence[Tensor | None]) -> None:
+        # Kernels read rows of any distance, but their elements must be neighbors.
+        *gate, state, b, bias = (
+            value if value is None or value.stride(-1) == 1 else value.contiguous() for value in paths
+        )
+        a = a if a.stride(-1) == 1 else a.contiguous()
+        # Without a gate or a bias, the kernels read none; any pointer will do.
+        gate_state, gate_b, gate_bias = gate or (state, b, bias)
+        self._has_gate, self._has_bias = bool(gate), bias is not None
+        assert state is not None
+        assert b is not None
+        assert gate_state is not None
+        assert gate_b is not None
+        self._state, self._tokens, self._width = state, *state.shape
+        self._hidden, self._out_width = a.shape
+        tiles = {"width_tile": _tile_side(self._width), "out_tile": _tile_side(self._out_width)}
+        hidden_tile = 64 if max(tiles.values()) <= 64 else 32
+        self._num_tiles, self._num_chunks = -(-self._tokens // TOKEN_TILE), -(-self._hidden // hidden_tile)
+        biases = (state if value is None else value for value in (bias, gate_bias))
+        self._inputs = (state, b, next(biases), gate_state, gate_b, next(biases), a)
+        self._sizes = (
+            *(self._tokens, self._hidden, self._width, self._out_width),
+            *(value.stride(0) for value in (state, b, gate_state, gate_b, a)),
+        )
+        self._constants = {
+            "activation": activation,
+            "has_gate": self._has_gate,
+            "has_bias": self._has_bias,
+            "precision": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "token_tile": TOKEN_TILE,
+            "hidden_tile": hidden_tile,
+            **tiles,
+        }
+
+    def forward(self) -> Tensor:
+        """Return h2, (tokens, out rank)."""
+        splits = _splits(self._num_chunks, self._num_tiles)
+        out = self._parts(splits, self._tokens, self._out_width)
+        self._launch("contract_hidden", (self._num_tiles, splits), self._num_chunks, out)
+        return self._sum(out)
+
+    def backward(self, grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of A2 and of the paths.
+
+        Args:
+            grad: (tokens, out rank), contiguous.
+        """
+        num_paths = 2 if self._has_gate else 1  # here the layer itself is first
+        splits = _splits(self._num_chunks, self._num_tiles)
+        states = [self._parts(splits, self._tokens, self._width) for _ in range(num_paths)]
+        grid = self._num_tiles, splits
+        self._launch("state_gradients", grid, self._num_chunks, grad, states[0], states[-1])
+        splits = _splits(self._num_tiles, self._num_chunks)
+        matrices = [self._parts(splits, self._width, self._hidden) for _ in range(num_paths)]
+        biases = [self._parts(splits, self._hidden) for _ in range(num_paths)]
+        a = self._parts(splits, self._hidden, self._out_width)
+        outputs = matrices[0], biases[0], matrices[-1], biases[-1], a
+        self._launch("weight_gradients", (self._num_chunks, splits), self._num_tiles, grad, *outputs)
+        found: list[Tensor | None] = [self._sum(a)]
+        for state, matrix, bias in reversed(list(zip(states, matrices, biases, strict=True))):
+            found += [self._sum(state), self._sum(matrix), self._sum(bias) if self._has_bias else None]
+        return found
+
+    def _launch(self, name: str, grid: tuple[int, int], num_parts: int, *tensors: Tensor) -> None:
+        """Launch a kernel whose programs share the parts of a sum among the splits, the second dim of the grid."""
+        # Import late: the kernels need Triton, which is optional.
+        from scantling.tensor import kernels
+
+        with device_context(self._state):
+            getattr(kernels, name)[grid](
+                *self._inputs, *tensors, *self._sizes, -(-num_parts // grid[1]), **self._constants
+            )
+
+    def _parts(self, splits: int, *shape: int) -> Tensor:
+        """Return an empty tensor for the partial sums of a result, in its dtype if there is only one."""
+        dtype = self._state.dtype if splits == 1 else torch.float32
+        return torch.empty(splits, *shape, dtype=dtype, device=self._state.device)
+
+    def _sum(self, parts: Tensor) -> Tensor:
+        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(self._state.dtype)
+
+
+def _splits(num_parts: int, num_others: int) -> int:
+    """Return into how many programs the parts of a sum are split, so that with the others they keep a GPU busy."""
+    wanted = min(num_parts, max(1, PROGRAMS // num_others))
+    return -(-num_parts // -(-num_parts // wanted))  # no program without a part
+
+
+def _tile_side(size: int) -> int:
+    """Return the next power of 2, at least the smallest side of a product in Triton."""
+    return max(16, 1 << (size - 1).bit_length())

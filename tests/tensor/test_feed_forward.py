@@ -1,0 +1,316 @@
+"""Tests of fused feed-forward layers; without a GPU, their kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+import scantling as sc
+from scantling.tensor import costs, feed_forward
+from scantling.tensor.feed_forward import _activation_name, _ContractHidden, _find_parts, fused_feed_forward
+from scantling.tensor.linear import TTLinear
+from scantling.trainer.models.checkpointing import checkpoint_activations
+from tests.kernels import compile_for_gpus
+from tests.tensor.families import make_model
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOKENS = 70
+MODULES = {
+    "llama": lambda: make_model("llama").model.layers[0].mlp,
+    "gpt2": lambda: make_model("gpt2").transformer.h[0].mlp,
+    "bert": lambda: make_model("bert").bert.encoder.layer[0],
+    "neox": lambda: (
+        hf.GPTNeoXModel(
+            hf.GPTNeoXConfig(
+                vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+            )
+        )
+        .layers[0]
+        .mlp
+    ),
+}
+
+
+def make_module(name: str, **options: Any) -> Any:
+    """Return a feed-forward layer whose best order is (x A) B."""
+    torch.manual_seed(0)
+    module = sc.tensorize(MODULES[name]().to(DEVICE), filter_fn=lambda *_: True, **{"rank": 4, **options})
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return module
+
+
+def run(module: Any, x: Tensor) -> Tensor:
+    return module.feed_forward_chunk(x) if hasattr(module, "feed_forward_chunk") else module(x)
+
+
+def gradients(module: nn.Module, y: Tensor, x: Tensor) -> list[Tensor | None]:
+    """Return the gradients of x and of all parameters."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    weights = torch.linspace(-1.0, 1.0, y.numel(), device=y.device).view_as(y)
+    return list(torch.autograd.grad((y * weights).sum(), [x, *params], allow_unused=True))
+
+
+def stored_elements(module: Any, x: Tensor, function: Any) -> int:
+    params = {param.untyped_storage().data_ptr() for param in module.parameters()}
+    stored: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in params:
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(module, x)
+    return sum(stored.values())
+
+
+@pytest.fixture(autouse=True)
+def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "DEVICES", (DEVICE,))
+
+
+def make_input(*shape: int) -> Tensor:
+    return torch.randn(*shape, 32, device=DEVICE, requires_grad=True)
+
+
+def assert_close(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 3e-5) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            size = float(other.detach().abs().max())
+            torch.testing.assert_close(own.detach(), other.detach(), rtol=tolerance, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "cola", "rank": 8}, {"format": "low-rank", "rank": 8}])
+@pytest.mark.parametrize("name", MODULES)
+def test_values_and_gradients_stay_and_the_hidden_layer_is_not_stored(name: str, options: dict[str, Any]) -> None:
+    module = make_module(name, **options)
+    x = make_input(2, TOKENS)
+    expected, found = run(module, x), fused_feed_forward(module, x)
+    assert found is not None
+    assert_close([found], [expected])
+    assert_close(gradients(module, found, x), gradients(module, expected, x))
+    saved = stored_elements(module, x, run) - stored_elements(module, x, fused_feed_forward)
+    assert saved >= 2 * TOKENS * 64
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    module = make_module("llama")
+    module.up_proj.requires_grad_(False)
+    x = make_input(TOKENS)
+    expected, found = run(module, x), fused_feed_forward(module, x)
+    assert found is not None
+    assert_close(gradients(module, found, x), gradients(module, expected, x))
+
+
+def test_dropout_stays() -> None:
+    module = make_module("bert").train()
+    module.output.dropout.p = 0.5
+    x = make_input(TOKENS)
+    results = []
+    for function in (run, fused_feed_forward):
+        torch.manual_seed(0)
+        results.append(function(module, x))
+    assert_close([results[1]], [results[0]])
+
+
+def test_padded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module("llama", rank=6)
+    x = make_input(TOKENS)
+    expected = run(module, x)
+    before = gradients(module, expected, x)
+    monkeypatch.setattr(costs, "CPU", costs.DeviceCosts(element=8.0, rank_multiple=16))
+    assert module.up_proj.padded_ranks[3] == 16
+    found = fused_feed_forward(module, x)
+    assert found is not None
+    assert_close([found], [expected])
+    assert_close(gradients(module, found, x), before)
+
+
+def test_layers_of_a_model_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They repeat bit for bit."""
+    launched = []
+    launch = feed_forward._Launch._launch
+    monkeypatch.setattr(
+        feed_forward._Launch, "_launch", lambda self, name, *rest: launched.append(name) or launch(self, name, *rest)
+    )
+    model = make_model("llama").to(DEVICE)
+    sc.tensorize(model, rank=4, filter_fn=lambda *_: True)
+    plain = copy.deepcopy(model)
+    checkpoint_activations(model, "feed_forward")
+    ids = torch.arange(2 * TOKENS, device=DEVICE).view(14, 10) % 90
+    runs = []
+    for tested in (model, model, plain):
+        tested.zero_grad()
+        loss = tested(ids, labels=ids).loss
+        loss.backward()
+        runs.append([loss, *(param.grad for param in tested.parameters())])
+    layers = len(model.model.layers)
+    assert Counter(launched) == dict.fromkeys(("contract_hidden", "state_gradients", "weight_gradients"), 2 * layers)
+    for first, second in zip(*runs[:2], strict=True):
+        assert first is second is None or torch.equal(first, second)
+    assert_close(runs[0], runs[2], 1e-4)
+
+
+def test_other_layers_are_left_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_input(TOKENS)
+    dense = MODULES["llama"]().to(DEVICE)
+    with_child = make_module("llama")
+    with_child.norm = nn.LayerNorm(32)
+    sparse = make_module("llama")
+    sparse.activation_sparsity = 0.5
+    trained = make_module("llama")
+    trained.act_fn = nn.PReLU()
+    hooked = make_module("llama")
+    hooked.up_proj.register_forward_hook(lambda *_: None)
+    unknown = make_module("neox")  # a subclass may compute something else
+    unknown.__class__ = type("OtherMLP", (type(unknown),), {})
+    mixed = make_module("llama")
+    mixed.down_proj = nn.Linear(64, 32)
+    other_ranks = make_module("llama")
+    other_ranks.up_proj = TTLinear(32, 64, 3, bias=False)
+    for module in (dense, with_child, sparse, trained, hooked, unknown, mixed, other_ranks, nn.Linear(32, 32)):
+        assert fused_feed_forward(module, x) is None
+    module = make_module("llama")
+    assert fused_feed_forward(module, x[:0]) is None
+    assert fused_feed_forward(module.double(), x.double()) is None
+    module.float()
+    with torch.no_grad():
+        assert fused_feed_forward(module, x) is None
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        assert fused_feed_forward(module, x) is None
+        return functional_call(module, params, (x,)).sum()
+
+    grad(loss)(dict(module.named_parameters()))
+    assert fused_feed_forward(module, x) is not None
+    monkeypatch.setattr(feed_forward, "MAX_RANK", 3)
+    assert fused_feed_forward(module, x) is None
+
+
+def test_orders_without_two_factors_are_left_to_a_checkpoint() -> None:
+    module = make_module("llama", rank=32)
+    orders = [layer.plan(1).steps for layer in (module.up_proj, module.down_proj)]
+    assert any(len(steps) != 2 for steps in orders)
+    assert fused_feed_forward(module, make_input(1)) is None
+
+
+def test_layers_are_pairs_for_many_tokens() -> None:
+    layer = TTLinear(768, 768, 30)
+    assert layer.is_pair(4096)
+    assert not layer.is_pair(1)
+    sc.quantize_training(nn.Sequential(layer), weights="int8", filter_fn=lambda *_: True)
+    assert not layer.is_pair(4096)
+
+
+# kernels
+
+
+def make_operands(
+    *, tokens: int, width: int, hidden: int, out: int, gate: bool, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return A2 and the paths; states and matrices are parts of larger ones, as in a model."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    paths: list[Tensor | None] = []
+    for _ in range(2 if gate else 1):
+        paths += [draw(tokens, width + 3)[:, :width], draw(width, hidden) / width**0.5, draw(hidden) if bias else None]
+    a = draw(hidden, out + 2)[:, :out] / hidden**0.5
+    return a, paths
+
+
+FUNCTIONS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+CASES = [
+    ("silu", {"gate": True, "bias": False}),
+    ("silu", {"gate": True, "bias": True, "tokens": 70, "hidden": 130}),
+    ("gelu", {"gate": False, "bias": True}),
+    ("gelu_tanh", {"gate": False, "bias": False, "width": 33, "out": 70}),
+    ("relu", {"gate": False, "bias": True, "tokens": 1, "hidden": 5}),
+    ("gelu", {"gate": False, "bias": True, "tokens": 400, "hidden": 32}),
+]
+
+
+def contract(activation: str, a: Tensor, *paths: Tensor | None) -> Tensor:
+    """Return h2 in torch's operations."""
+    expanded = [
+        state @ b if bias is None else state @ b + bias
+        for state, b, bias in (paths[i : i + 3] for i in range(0, len(paths), 3))
+    ]
+    value = FUNCTIONS[activation](expanded[0])
+    return (value if len(expanded) == 1 else value * expanded[1]) @ a
+
+
+def apply_both(activation: str, dtype: torch.dtype, **sizes: Any) -> list[list[Tensor | None]]:
+    """Return h2 and all gradients from the kernels, and from torch's operations in fp64."""
+    sizes = {"tokens": 130, "width": 20, "hidden": 100, "out": 17, **sizes}
+    a, paths = make_operands(**sizes, dtype=dtype)
+    results = []
+    for function, kind in ((_ContractHidden.apply, dtype), (contract, torch.float64)):
+        operands = [None if one is None else one.to(kind).detach().requires_grad_() for one in (a, *paths)]
+        h2 = function(activation, *operands)
+        h2.backward(torch.linspace(-1.0, 1.0, h2.numel(), dtype=kind, device=DEVICE).view_as(h2))
+        results.append([value.double() for value in (h2, *(one.grad for one in operands if one is not None))])
+    return results
+
+
+@pytest.mark.parametrize(("activation", "sizes"), CASES)
+def test_kernels_match_torch(activation: str, sizes: dict[str, Any]) -> None:
+    assert_close(*apply_both(activation, torch.float32, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("activation", "sizes"), CASES)
+def test_kernels_match_torch_in_bf16(activation: str, sizes: dict[str, Any]) -> None:
+    assert_close(*apply_both(activation, torch.bfloat16, **sizes), 0.02)
+
+
+def test_activations_have_kernels() -> None:
+    found = {name: _find_parts(make_module(name)) for name in MODULES}
+    assert {name: parts and parts.activation for name, parts in found.items()} == {
+        "llama": "silu",
+        "gpt2": "gelu_tanh",
+        "bert": "gelu",
+        "neox": "gelu",
+    }
+    assert _activation_name(nn.Tanh()) is None
+    assert _activation_name(nn.functional.relu) == "relu"
+    assert _activation_name(lambda x: x) is None
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the kernels run")
+def test_kernels_compile_for_gpus() -> None:
+    compile_for_gpus(COMPILE)
+
+
+COMPILE = """
+from scantling.tensor import kernels
+
+sizes = "tokens hidden width out_width state_stride b_stride gate_stride gate_b_stride a_stride chunks tiles".split()
+for has_gate, activation, side in ((True, "silu", 32), (False, "gelu", 128), (False, "gelu_tanh", 64)):
+    constants = {"activation": activation, "has_gate": has_gate, "has_bias": not has_gate, "precision": "tf32"}
+    constants |= {"token_tile": 64, "hidden_tile": 32, "width_tile": side, "out_tile": side}
+    for kind in ("*bf16", "*fp32"):
+        inputs = ("state", "b", "bias", "gate_state", "gate_b", "gate_bias", "a", "grad")
+        types = {name: kind for name in inputs} | {name: "i32" for name in sizes}
+        for kernel in (kernels.contract_hidden, kernels.state_gradients, kernels.weight_gradients):
+            ptx = build(kernel, capability, types, **constants)
+            assert "mma" in ptx, "no tensor cores"
+"""
