@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ BEGIN, END = "<!-- table of benchmarks/gpu.py -->", "<!-- end of the table -->"
 NO_GPU = 4
 SECONDS = 840
 """Time limit of all parts together, in seconds."""
+CACHE = "cache"
+"""Folder for files that the library keeps, such as the measured costs of the GPU, which stay with the results."""
 LEAST_SECONDS = 20
 """Time below which no part is begun."""
 
@@ -97,7 +100,8 @@ TESTS_SECONDS = 100
 
 def run_part(command: list[str], log: Path, seconds: float) -> str:
     """Run a command with its output in a file; return its status."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "SCANTLING_CACHE": str(log.parent / CACHE)}
     with open(log, "w", encoding="utf-8") as file:
         try:
             done = subprocess.run(
@@ -136,6 +140,10 @@ def run_all(names: list[str] | None, out: Path, seconds: float, *, is_dry: bool)
         summary["parts"][name] = {"status": status, "seconds": round(time.monotonic() - began, 1)}
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         print(f"== {name}: {status}\n{log.read_text(encoding='utf-8')[-2500:]}", flush=True)
+    costs = out / CACHE / "device-costs.json"
+    if costs.exists():
+        costs.replace(out / costs.name)
+    shutil.rmtree(out / CACHE, ignore_errors=True)
     print("\n".join(table(out)))
     return 0 if all(part["status"] == "passed" for part in summary["parts"].values()) else 1
 

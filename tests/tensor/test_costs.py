@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from scantling.tensor.costs import CPU, TYPICAL_GPU, DeviceCosts, device_costs
 
 CHAIN = Chain((12, 8, 8, 8, 8, 12), (1, 12, 32, 32, 32, 12, 1), 3)
 GPU = torch.device("cuda", 0)
+KEY = f"a GPU, torch {torch.__version__}, products"
 
 
 def test_few_launches_win_on_a_gpu() -> None:
@@ -63,27 +65,26 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.devi
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(costs, "_measure", measure)
     monkeypatch.setattr(costs, "is_capturing", lambda device: False)
-    monkeypatch.setattr(costs, "_gpu_costs", {})
+    monkeypatch.setattr(costs, "_measured", {})
     return calls
 
 
 def test_a_gpu_is_measured_once(measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = device_costs(GPU)
     assert first == DeviceCosts(128.0, 2.0**20, 16) == device_costs(GPU)
-    monkeypatch.setattr(costs, "_gpu_costs", {})  # another process
+    monkeypatch.setattr(costs, "_measured", {})  # another process
     assert device_costs(GPU) == first
     assert measured == [GPU]
     (entry,) = json.loads((tmp_path / "device-costs.json").read_text())
-    assert entry == f"a GPU, torch {torch.__version__}"
+    assert entry == KEY
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"KEY": {"launch": 1, "other": 2}}', '{"KEY": 3}'])
 def test_damaged_costs_are_measured_again(content: str, measured: list[torch.device], tmp_path: Path) -> None:
-    key = f"a GPU, torch {torch.__version__}"
-    (tmp_path / "device-costs.json").write_text(content.replace("KEY", key))
+    (tmp_path / "device-costs.json").write_text(content.replace("KEY", KEY))
     assert device_costs(GPU).element == 128.0
     assert measured == [GPU]
-    assert json.loads((tmp_path / "device-costs.json").read_text())[key]["element"] == 128.0
+    assert json.loads((tmp_path / "device-costs.json").read_text())[KEY]["element"] == 128.0
 
 
 def test_costs_that_cannot_be_written(
@@ -105,6 +106,33 @@ def test_a_capture_does_not_wait_for_a_measurement(
     monkeypatch.setattr(costs, "is_capturing", lambda device: True)
     assert device_costs(GPU).element == 128.0
     assert measured == [GPU]
+
+
+def test_the_faster_one_is_kept(measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    times: dict[Any, float] = {"fast": 1.0, "slow": 2.0}
+    timed: list[Any] = []
+
+    def seconds(work: Any) -> float:
+        timed.append(work)
+        return times[work]
+
+    def is_faster(kernel: Any, name: str) -> bool:
+        other: Any = "slow" if kernel == "fast" else "fast"
+        return costs.is_faster(GPU, name, lambda: kernel, lambda: other)
+
+    monkeypatch.setattr(costs, "_captured_seconds", seconds)
+    assert is_faster("fast", "first")
+    assert not is_faster("slow", "second")
+    monkeypatch.setattr(costs, "_measured", {})  # another process
+    assert is_faster("fast", "first")
+    assert not is_faster("slow", "second")
+    assert timed == ["fast", "slow", "slow", "fast"]
+    device_costs(GPU)
+    monkeypatch.setattr(costs, "_measured", {})
+    assert is_faster("fast", "first")
+    assert len(timed) == 4
+    monkeypatch.setattr(costs, "is_capturing", lambda device: True)
+    assert not is_faster("fast", "third")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 import scantling as sc
-from scantling.tensor import costs, feed_forward
+from scantling.tensor import costs, feed_forward, launches, low_rank_product
 from scantling.tensor.feed_forward import _activation_name, _ContractHidden, _find_parts, fused_feed_forward
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.models.checkpointing import checkpoint_activations
@@ -76,7 +76,8 @@ def stored_elements(module: Any, x: Tensor, function: Any) -> int:
 
 @pytest.fixture(autouse=True)
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_forward, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(low_rank_product, "is_faster", lambda *_: False)  # without the kernels of other layers
 
 
 def make_input(*shape: int) -> Tensor:

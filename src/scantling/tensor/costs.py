@@ -1,4 +1,4 @@
-"""Costs of matrix products on a device, by which contraction orders are compared.
+"""Costs of matrix products on a device, by which contraction orders are compared, and kernels with torch's operations.
 
 A CPU computes while it reads, so its costs are multiplications and memory traffic. On a GPU, launching a product takes
 as long as millions of multiplications, and tensor cores multiply 16 rows in the time of one. These costs are measured
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import log2
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,30 +54,68 @@ def device_costs(device: torch.device) -> DeviceCosts:
         return CPU
     if not torch.cuda.is_available():
         return TYPICAL_GPU
-    name = torch.cuda.get_device_name(device)
-    if name not in _gpu_costs:
+    found = _measured_once(device, "products", lambda: asdict(_measure(device)), DeviceCosts)
+    return TYPICAL_GPU if found is None else found
+
+
+def is_faster(
+    device: torch.device,
+    name: str,
+    kernel: Callable[[], Callable[[], object]],
+    other: Callable[[], Callable[[], object]],
+) -> bool:
+    """True if a kernel takes less time on this kind of GPU than torch's operations; measured once.
+
+    Args:
+        device: a GPU.
+        name: the operation with all its sizes.
+        kernel, other: functions that allocate inputs and return the work to be timed.
+    """
+
+    def measure() -> dict[str, float]:
+        times = {"kernel_s": _captured_seconds(kernel()), "torch_s": _captured_seconds(other())}
+        return {**times, "ratio": times["kernel_s"] / times["torch_s"]}
+
+    return bool(_measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0))
+
+
+def _measured_once(
+    device: torch.device, name: str, measure: Callable[[], dict[str, float]], read: Callable[..., Any]
+) -> Any:
+    """Return a measurement on this kind of GPU, taken by this process, an earlier one, or now; None during a capture.
+
+    Args:
+        device: the GPU.
+        name: name of the measurement.
+        measure: function that takes it.
+        read: function that maps the measured values to the result.
+    """
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name}"
+    if key not in _measured:
         if is_capturing(device):  # a capture cannot wait for a measurement
-            return TYPICAL_GPU
-        _gpu_costs[name] = _read_or_measure(f"{name}, torch {torch.__version__}", device)
-    return _gpu_costs[name]
+            return None
+        path = cache_root() / "device-costs.json"
+        try:
+            _measured[key] = read(**read_json_object(path)[key])
+        except (UserError, KeyError, TypeError):  # no such file, or no such entry
+            values = measure()
+            logger.info("measured on %s: %s", key, values)
+            _measured[key] = read(**values)
+            _write(path, key, values)
+    return _measured[key]
 
 
-def _read_or_measure(key: str, device: torch.device) -> DeviceCosts:
-    """Return the costs of a kind of GPU from the cache folder, or measure them and write them there."""
-    path = cache_root() / "device-costs.json"
-    known: dict[str, Any] = {}
+def _write(path: Path, key: str, values: dict[str, float]) -> None:
+    """Add an entry to the file, which other processes may have changed."""
     try:
         known = read_json_object(path)
-        return DeviceCosts(**known[key])
-    except (UserError, KeyError, TypeError):  # no such file, or no such entry
-        costs = _measure(device)
-    logger.info("measured the costs of matrix products on %s: %s", key, costs)
+    except UserError:  # missing or damaged
+        known = {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**known, key: asdict(costs)})
+        write_json(path, {**known, key: values})
     except OSError as error:
         logger.warning("cannot write %s (%s): the next process measures the costs of products again", path, error)
-    return costs
 
 
 @torch.no_grad()
@@ -110,5 +149,17 @@ def _power_of_two(value: float) -> float:
     return 2.0 ** round(log2(max(value, 1.0)))
 
 
-_gpu_costs: dict[str, DeviceCosts] = {}
-"""Costs by the name of the GPU."""
+def _captured_seconds(work: Callable[[], object], times: int = 10) -> float:
+    """Return the time of some work in a CUDA graph, so that the time to launch it from Python does not count."""
+    for _ in range(2):  # compiles kernels
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    return _seconds(graph.replay, 3) / times
+
+
+_measured: dict[str, Any] = {}
+"""Costs, and which kernels are faster, by GPU and name."""

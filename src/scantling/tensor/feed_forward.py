@@ -16,16 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from scantling.numerics.device import device_context, has_kernels, without_autocast
-from scantling.numerics.torch_private import has_forward_hooks, is_in_functorch
+from scantling.numerics.device import device_context, without_autocast
+from scantling.numerics.torch_private import has_forward_hooks
+from scantling.tensor.launches import (
+    MAX_RANK,
+    TOKEN_TILE,
+    add_parts,
+    can_launch,
+    chunk_side,
+    compute_dtype,
+    empty_parts,
+    num_splits,
+    precision,
+    tile_side,
+    with_dense_rows,
+)
 from scantling.tensor.linear import TTLinear
-
-DEVICES = ("cuda",)
-MAX_RANK = 128
-"""Largest rank whose tiles fit into the registers of a program."""
-PROGRAMS = 128
-"""Programs that keep a GPU busy; with fewer tiles of tokens, several programs share the hidden layer of a tile."""
-TOKEN_TILE = 64
 
 _TWO_LAYERS = {
     "CLIPMLP": ("fc1", "fc2"),
@@ -60,7 +66,7 @@ class _Parts:
 
 
 def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the output of a feed-forward layer; it stores only what is one rank wide for the backward pass.
+    """Return the output of a feed-forward layer; it stores only states of one rank width for the backward pass.
 
     Args:
         module: a feed-forward layer of transformers, or a block of BERT, whose method `feed_forward_chunk` it replaces.
@@ -71,16 +77,10 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
         layers are not low-rank in two factors of at most `MAX_RANK`; also in compiled code, inside `torch.func` or
         without gradients.
     """
-    kind = x.device.type
-    if kind not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_in_functorch():
+    parts, num_tokens, dtype = _find_parts(module), x.shape[:-1].numel(), compute_dtype(x)
+    if parts is None or not can_launch(x, dtype):
         return None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    parts, num_tokens = _find_parts(module), x.shape[:-1].numel()
-    if parts is None or dtype not in (torch.float32, torch.bfloat16) or not num_tokens or not has_kernels(x.device):
-        return None
-    if not all(
-        layer.is_pair(num_tokens) and layer.padded_ranks[len(layer.in_modes)] <= MAX_RANK for layer in parts.layers
-    ):
+    if not all(layer.is_pair(num_tokens) and layer.middle_rank <= MAX_RANK for layer in parts.layers):
         return None
     a, finish = parts.down.factors(num_tokens)
     paths = [(*layer.first_factor(x), layer.bias) for layer in parts.layers[:-1]]
@@ -99,7 +99,7 @@ def _find_parts(module: nn.Module) -> _Parts | None:
     if any(type(layer) is not TTLinear or has_forward_hooks(layer) for layer in layers):
         return None
     # One kernel has one rank of its inputs, and all biases or none.
-    kinds = {(layer.padded_ranks[len(layer.in_modes)], layer.bias is None) for layer in layers[:-1]}
+    kinds = {(layer.middle_rank, layer.bias is None) for layer in layers[:-1]}
     activation = _activation_name(function)
     return None if activation is None or len(kinds) > 1 else _Parts(layers, activation, finish)
 
@@ -176,10 +176,8 @@ class _Launch:
 
     def __init__(self, activation: str, a: Tensor, paths: Sequence[Tensor | None]) -> None:
         # Kernels read rows of any distance, but their elements must be neighbors.
-        *gate, state, b, bias = (
-            value if value is None or value.stride(-1) == 1 else value.contiguous() for value in paths
-        )
-        a = a if a.stride(-1) == 1 else a.contiguous()
+        *gate, state, b, bias = (None if value is None else with_dense_rows(value) for value in paths)
+        a = with_dense_rows(a)
         # Without a gate or a bias, the kernels read none; any pointer will do.
         gate_state, gate_b, gate_bias = gate or (state, b, bias)
         self._has_gate, self._has_bias = bool(gate), bias is not None
@@ -189,8 +187,8 @@ class _Launch:
         assert gate_b is not None
         self._state, self._tokens, self._width = state, *state.shape
         self._hidden, self._out_width = a.shape
-        tiles = {"width_tile": _tile_side(self._width), "out_tile": _tile_side(self._out_width)}
-        hidden_tile = 64 if max(tiles.values()) <= 64 else 32
+        tiles = {"width_tile": tile_side(self._width), "out_tile": tile_side(self._out_width)}
+        hidden_tile = chunk_side(*tiles.values())
         self._num_tiles, self._num_chunks = -(-self._tokens // TOKEN_TILE), -(-self._hidden // hidden_tile)
         biases = (state if value is None else value for value in (bias, gate_bias))
         self._inputs = (state, b, next(biases), gate_state, gate_b, next(biases), a)
@@ -202,7 +200,7 @@ class _Launch:
             "activation": activation,
             "has_gate": self._has_gate,
             "has_bias": self._has_bias,
-            "precision": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "precision": precision(),
             "token_tile": TOKEN_TILE,
             "hidden_tile": hidden_tile,
             **tiles,
@@ -210,10 +208,10 @@ class _Launch:
 
     def forward(self) -> Tensor:
         """Return h2, (tokens, out rank)."""
-        splits = _splits(self._num_chunks, self._num_tiles)
-        out = self._parts(splits, self._tokens, self._out_width)
+        splits = num_splits(self._num_chunks, self._num_tiles)
+        out = empty_parts(self._state, splits, self._tokens, self._out_width)
         self._launch("contract_hidden", (self._num_tiles, splits), self._num_chunks, out)
-        return self._sum(out)
+        return add_parts(out, self._state.dtype)
 
     def backward(self, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of A2 and of the paths.
@@ -222,19 +220,23 @@ class _Launch:
             grad: (tokens, out rank), contiguous.
         """
         num_paths = 2 if self._has_gate else 1  # here the layer itself is first
-        splits = _splits(self._num_chunks, self._num_tiles)
-        states = [self._parts(splits, self._tokens, self._width) for _ in range(num_paths)]
+        splits = num_splits(self._num_chunks, self._num_tiles)
+        states = [empty_parts(self._state, splits, self._tokens, self._width) for _ in range(num_paths)]
         grid = self._num_tiles, splits
         self._launch("state_gradients", grid, self._num_chunks, grad, states[0], states[-1])
-        splits = _splits(self._num_tiles, self._num_chunks)
-        matrices = [self._parts(splits, self._width, self._hidden) for _ in range(num_paths)]
-        biases = [self._parts(splits, self._hidden) for _ in range(num_paths)]
-        a = self._parts(splits, self._hidden, self._out_width)
+        splits = num_splits(self._num_tiles, self._num_chunks)
+        matrices = [empty_parts(self._state, splits, self._width, self._hidden) for _ in range(num_paths)]
+        biases = [empty_parts(self._state, splits, self._hidden) for _ in range(num_paths)]
+        a = empty_parts(self._state, splits, self._hidden, self._out_width)
         outputs = matrices[0], biases[0], matrices[-1], biases[-1], a
         self._launch("weight_gradients", (self._num_chunks, splits), self._num_tiles, grad, *outputs)
-        found: list[Tensor | None] = [self._sum(a)]
+        found: list[Tensor | None] = [add_parts(a, self._state.dtype)]
         for state, matrix, bias in reversed(list(zip(states, matrices, biases, strict=True))):
-            found += [self._sum(state), self._sum(matrix), self._sum(bias) if self._has_bias else None]
+            found += [
+                add_parts(state, self._state.dtype),
+                add_parts(matrix, self._state.dtype),
+                add_parts(bias, self._state.dtype) if self._has_bias else None,
+            ]
         return found
 
     def _launch(self, name: str, grid: tuple[int, int], num_parts: int, *tensors: Tensor) -> None:
@@ -246,22 +248,3 @@ class _Launch:
             getattr(kernels, name)[grid](
                 *self._inputs, *tensors, *self._sizes, -(-num_parts // grid[1]), **self._constants
             )
-
-    def _parts(self, splits: int, *shape: int) -> Tensor:
-        """Return an empty tensor for the partial sums of a result, in its dtype if there is only one."""
-        dtype = self._state.dtype if splits == 1 else torch.float32
-        return torch.empty(splits, *shape, dtype=dtype, device=self._state.device)
-
-    def _sum(self, parts: Tensor) -> Tensor:
-        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(self._state.dtype)
-
-
-def _splits(num_parts: int, num_others: int) -> int:
-    """Return into how many programs the parts of a sum are split, so that with the others they keep a GPU busy."""
-    wanted = min(num_parts, max(1, PROGRAMS // num_others))
-    return -(-num_parts // -(-num_parts // wanted))  # no program without a part
-
-
-def _tile_side(size: int) -> int:
-    """Return the next power of 2, at least the smallest side of a product in Triton."""
-    return max(16, 1 << (size - 1).bit_length())

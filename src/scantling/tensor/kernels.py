@@ -1,9 +1,12 @@
-"""Triton kernels of low-rank feed-forward layers, whose hidden layer never leaves the chip.
+"""Triton kernels of low-rank layers: products with two factors, and feed-forward layers.
+
+A layer y = (x A) B + b takes one launch, and its gradients three. Of a feed-forward layer, the part between the states
+h1 and h2, which are only one rank wide, takes one and two:
 
     h2 = v A    with    v = f(h1 B + b),    or    v = f(g1 B_g + b_g) (h1 B + b)
 
-h1, g1 and h2 are only one rank wide, v is a chunk of the hidden layer. In the backward pass v is computed again. Each
-result has one writer, and partial sums are added in a fixed order, so that results repeat bit for bit.
+v, the hidden layer, stays on the chip in chunks, and is computed again for the gradients. Each result has one writer,
+and partial sums are added in a fixed order, so that results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -271,3 +274,122 @@ def weight_gradients(
         _store(gate_b_grad + split * width * hidden, inner, col, width, hidden, gate_total)
         if has_bias:
             tl.store(gate_bias_grad + split * hidden + col, gate_bias_total, mask=col < hidden)
+
+
+@triton.jit
+def low_rank_product(
+    x,
+    a,
+    b,
+    bias,
+    state,
+    out,
+    tokens,
+    inputs,
+    rank,
+    outputs,
+    x_stride,
+    a_stride,
+    b_stride,
+    chunks,
+    has_bias: tl.constexpr,
+    precision: tl.constexpr,
+    token_tile: tl.constexpr,
+    chunk_tile: tl.constexpr,
+    rank_tile: tl.constexpr,
+):
+    """Write h = x A and some chunks of y = h B + b for a tile of tokens.
+
+    Program (i, j) has token tile i and chunks j * chunks and following. All programs of a tile compute h, the first one
+    writes it.
+    """
+    row = tl.program_id(0) * token_tile + tl.arange(0, token_tile)
+    split, inner = tl.program_id(1), tl.arange(0, rank_tile)
+    total = tl.zeros([token_tile, rank_tile], tl.float32)
+    for first in range(0, inputs, chunk_tile):
+        col = first + tl.arange(0, chunk_tile)
+        tile = _load(x, row, col, tokens, inputs, x_stride)
+        total += tl.dot(tile, _load(a, col, inner, inputs, rank, a_stride), input_precision=precision)
+    h = total.to(out.dtype.element_ty)
+    if split == 0:
+        _store(state, row, inner, tokens, rank, h)
+    for chunk in range(split * chunks, (split + 1) * chunks):
+        col = chunk * chunk_tile + tl.arange(0, chunk_tile)
+        weights = _load(b, inner, col, rank, outputs, b_stride)
+        _store(out, row, col, tokens, outputs, _expand(h, weights, bias, col, outputs, has_bias, precision))
+
+
+@triton.jit
+def low_rank_input_gradient(
+    grad,
+    a,
+    b,
+    state_grad,
+    out,
+    tokens,
+    inputs,
+    rank,
+    outputs,
+    grad_stride,
+    a_stride,
+    b_stride,
+    chunks,
+    precision: tl.constexpr,
+    token_tile: tl.constexpr,
+    chunk_tile: tl.constexpr,
+    rank_tile: tl.constexpr,
+):
+    """Write the gradients of h and of some chunks of x for a tile of tokens, as in `low_rank_product`."""
+    row = tl.program_id(0) * token_tile + tl.arange(0, token_tile)
+    split, inner = tl.program_id(1), tl.arange(0, rank_tile)
+    total = tl.zeros([token_tile, rank_tile], tl.float32)
+    for first in range(0, outputs, chunk_tile):
+        col = first + tl.arange(0, chunk_tile)
+        weights = tl.trans(_load(b, inner, col, rank, outputs, b_stride))
+        total += tl.dot(_load(grad, row, col, tokens, outputs, grad_stride), weights, input_precision=precision)
+    h_grad = total.to(out.dtype.element_ty)
+    if split == 0:
+        _store(state_grad, row, inner, tokens, rank, h_grad)
+    for chunk in range(split * chunks, (split + 1) * chunks):
+        col = chunk * chunk_tile + tl.arange(0, chunk_tile)
+        weights = tl.trans(_load(a, col, inner, inputs, rank, a_stride))
+        _store(out, row, col, tokens, inputs, tl.dot(h_grad, weights, input_precision=precision))
+
+
+@triton.jit
+def outer_sums(
+    left,
+    right,
+    out,
+    sums,
+    tokens,
+    rank,
+    width,
+    left_stride,
+    right_stride,
+    tiles,
+    has_sums: tl.constexpr,
+    precision: tl.constexpr,
+    token_tile: tl.constexpr,
+    chunk_tile: tl.constexpr,
+    rank_tile: tl.constexpr,
+):
+    """Write a chunk of left^T right, (rank, width), and of the column sums of `right`, summed over some token tiles.
+
+    Program (i, j) has chunk i and token tiles j * tiles and following. Outputs have the splits as first dim.
+    """
+    col = tl.program_id(0) * chunk_tile + tl.arange(0, chunk_tile)
+    split, inner = tl.program_id(1), tl.arange(0, rank_tile)
+    total = tl.zeros([rank_tile, chunk_tile], tl.float32)
+    column_total = tl.zeros([chunk_tile], tl.float32)
+    for tile in range(split * tiles, (split + 1) * tiles):
+        row = tile * token_tile + tl.arange(0, token_tile)
+        values = _load(right, row, col, tokens, width, right_stride)
+        states = tl.trans(_load(left, row, inner, tokens, rank, left_stride))
+        total += tl.dot(states, values, input_precision=precision)
+        if has_sums:
+            column_total += tl.sum(values.to(tl.float32), axis=0)
+    split = split.to(tl.int64)
+    _store(out + split * rank * width, inner, col, rank, width, total)
+    if has_sums:
+        tl.store(sums + split * width + col, column_total, mask=col < width)

@@ -31,6 +31,7 @@ from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.costs import device_costs
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.lazy_weight import LazyWeight
+from scantling.tensor.low_rank_product import fused_product
 from scantling.tensor.modes import boxes, check_modes, check_num_modes, check_size, split
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ class TTLinear(TTLayer):
     def padded_ranks(self) -> tuple[int, ...]:
         ranks: tuple[int, ...] = self._pad_ranks()
         return ranks
+
+    @property
+    def middle_rank(self) -> int:
+        """Padded rank between input and output cores."""
+        return self.padded_ranks[len(self.in_modes)]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _pad_ranks(self) -> tuple[int, ...]:
@@ -247,14 +253,18 @@ class TTLinear(TTLayer):
         if self.activation is not None:
             # Blocks of input cores, then f, then blocks of output cores.
             count = sum(core_indices(step.tree)[0] < len(self.in_modes) for step in steps)
-            middle_rank = self.padded_ranks[len(self.in_modes)]
-            state = contract(state, blocks[:count], steps[:count], middle_rank, multiply=multiply)
+            state = contract(state, blocks[:count], steps[:count], self.middle_rank, multiply=multiply)
             state, blocks, steps = ACTIVATIONS[self.activation][0](state), blocks[count:], steps[count:]
         # Padded outputs are sliced off by the caller, so the bias is padded, too.
         bias: Tensor | None = self.bias
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         if self.formats is None:
+            if len(steps) == 2 and all(step.leading == step.trailing == 1 for step in steps):
+                a, b = (block.reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True))
+                fused = fused_product(state, a, b, bias)
+                if fused is not None:
+                    return fused
             return contract(state, blocks, steps, out_size, bias)
         y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply))
         return y if bias is None else y + bias.to(y.dtype)

@@ -251,11 +251,13 @@ def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return torch.stack([pad_to(tensor, shape) for tensor in tensors])
     stack = tensors[0].new_zeros(len(tensors), *shape)
     # One launch for all, where padding each takes one per tensor.
-    torch._foreach_copy_([_cut(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors))
+    torch._foreach_copy_(
+        [_shrink_to(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors)
+    )
     return stack
 
 
-def _cut(values: Tensor, shape: Sequence[int]) -> Tensor:
+def _shrink_to(values: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the first elements of each dim as a view."""
     for dim, size in enumerate(shape):
         values = values if values.shape[dim] == size else values.narrow(dim, 0, size)
@@ -267,7 +269,7 @@ def _split(stacks: Sequence[Tensor], trees: Sequence[Tree], ranks: Sequence[tupl
     blocks = []
     for stack, (first, last) in zip(stacks, map(block_ends, trees), strict=True):
         for block, own in zip(stack.unbind(), ranks, strict=True):
-            blocks.append(_cut(block, (own[first], *block.shape[1:-1], own[last + 1])))
+            blocks.append(_shrink_to(block, (own[first], *block.shape[1:-1], own[last + 1])))
     return blocks
 
 
@@ -312,7 +314,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     by_stack = [next(found) if stack.requires_grad else None for stack in ctx.stacks]
     is_used = [any(grad is not None for grad in grads[i::count]) for i in range(count)]
     rows = [stack[i] if is_used[i] and stack is not None else None for i in range(count) for stack in by_stack]
-    return [None if row is None else _cut(row, own.shape) for row, own in zip(rows, ctx.tensors, strict=True)]
+    return [None if row is None else _shrink_to(row, own.shape) for row, own in zip(rows, ctx.tensors, strict=True)]
 
 
 def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -320,7 +322,9 @@ def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[
     size = len(ctx.stacks)
     layers = [ctx.merge.alone(ctx.tensors[i * size : (i + 1) * size]) for i in range(ctx.num_layers)]
     blocks = [block for tree in zip(*layers, strict=True) for block in tree]
-    pairs = [(block, _cut(grad, block.shape)) for block, grad in zip(blocks, grads, strict=True) if grad is not None]
+    pairs = [
+        (block, _shrink_to(grad, block.shape)) for block, grad in zip(blocks, grads, strict=True) if grad is not None
+    ]
     trained = [tensor for tensor in ctx.tensors if tensor.requires_grad]
     found = iter(
         torch.autograd.grad(

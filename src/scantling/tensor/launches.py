@@ -1,0 +1,66 @@
+"""Parts of all launches of the kernels of low-rank layers: tiles, and sums that several programs share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scantling.numerics.device import has_kernels
+from scantling.numerics.torch_private import is_in_functorch
+
+DEVICES = ("cuda",)
+MAX_RANK = 128
+"""Largest rank whose tiles fit into the registers of a program."""
+PROGRAMS = 128
+"""Programs that keep a GPU busy; with fewer tiles of tokens, several programs share the work of a tile."""
+TOKEN_TILE = 64
+
+
+def can_launch(x: Tensor, dtype: torch.dtype) -> bool:
+    """True if kernels with gradients can take tokens x in a dtype, here and now."""
+    if x.device.type not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    is_known = dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
+    return is_known and not is_in_functorch() and has_kernels(x.device)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of products with x: that of autocast, if it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def with_dense_rows(matrix: Tensor) -> Tensor:
+    """Return a matrix whose elements of a row are neighbors; rows may have any distance."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def tile_side(size: int) -> int:
+    """Return the next power of 2, at least the smallest side of a product in Triton."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def chunk_side(*rank_tiles: int) -> int:
+    """Return the side of a chunk of a wide dim, whose products with these tiles of ranks fit into registers."""
+    return 64 if max(rank_tiles) <= 64 else 32
+
+
+def num_splits(num_parts: int, num_others: int) -> int:
+    """Return how many programs share the parts of a sum, so that with the others they keep a GPU busy."""
+    wanted = min(num_parts, max(1, PROGRAMS // num_others))
+    return -(-num_parts // -(-num_parts // wanted))  # no program without a part
+
+
+def empty_parts(like: Tensor, splits: int, *shape: int) -> Tensor:
+    """Return an empty tensor for the partial sums of a result, in the dtype of `like` if there is only one."""
+    return torch.empty(splits, *shape, dtype=like.dtype if splits == 1 else torch.float32, device=like.device)
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of partial sums."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+
+
+def precision() -> str:
+    """Return how kernels multiply fp32 values."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -1,0 +1,164 @@
+"""Tests of fused products with two factors; without a GPU, their kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import scantling as sc
+from scantling.tensor import launches, low_rank_product
+from scantling.tensor.low_rank_product import _in_torch, _LowRankProduct, fused_product
+from tests.kernels import compile_for_gpus
+from tests.tensor.test_feed_forward import DEVICE, ON_GPU, assert_close
+
+CASES = [
+    {},
+    {"bias": False},
+    {"tokens": 1, "inputs": 5, "rank": 1, "outputs": 3},
+    {"tokens": 300, "inputs": 40, "rank": 33, "outputs": 30},
+    {"tokens": 64, "inputs": 64, "rank": 128, "outputs": 32},
+    {"strided": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def fast_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the kernels on this device without timing them."""
+    monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(low_rank_product, "is_faster", lambda *_: True)
+
+
+def make_operands(
+    tokens: int = 100, inputs: int = 70, rank: int = 20, outputs: int = 90, bias: bool = True, strided: bool = False
+) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, cols: int) -> Tensor:
+        drawn = torch.randn(rows, cols + 3, generator=generator, dtype=torch.float64).to(DEVICE)
+        return drawn[:, :cols] if strided else drawn[:, :cols].contiguous()
+
+    found = [draw(tokens, inputs), draw(inputs, rank) / inputs**0.5, draw(rank, outputs) / rank**0.5]
+    return [*found, draw(1, outputs)[0] if bias else None]
+
+
+def apply_both(dtype: torch.dtype, **sizes: Any) -> list[list[Tensor | None]]:
+    """Return y and all gradients from the kernels, and from torch's operations in fp64."""
+    results = []
+    for function, kind in ((_LowRankProduct.apply, dtype), (_in_torch, torch.float64)):
+        operands = [None if one is None else one.to(kind).requires_grad_() for one in make_operands(**sizes)]
+        y = function(*operands)
+        y.backward(torch.linspace(-1.0, 1.0, y.numel(), dtype=kind, device=DEVICE).view_as(y))
+        results.append([value.double() for value in (y, *(one.grad for one in operands if one is not None))])
+    return results
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_kernels_match_torch(sizes: dict[str, Any]) -> None:
+    assert_close(*apply_both(torch.float32, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", CASES)
+def test_kernels_match_torch_in_bf16(sizes: dict[str, Any]) -> None:
+    assert_close(*apply_both(torch.bfloat16, **sizes), 0.02)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return sc.tensorize(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)), rank=4).to(DEVICE)
+
+
+def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y, *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+def test_layers_take_the_kernels_and_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    apply = _LowRankProduct.apply
+    monkeypatch.setattr(_LowRankProduct, "apply", lambda *operands: launched.append(operands) or apply(*operands))
+    model, x = make_model(), torch.randn(200, 64, device=DEVICE)
+    runs = [run(model, x) for _ in range(2)]
+    assert len(launched) == 4
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+    monkeypatch.setattr(launches, "DEVICES", ())
+    expected = run(copy.deepcopy(model), x)
+    assert len(launched) == 4
+    assert_close(runs[0], expected)
+    # y = x A B with frozen cores: only x needs a gradient
+    monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
+    model.requires_grad_(False)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    monkeypatch.setattr(launches, "DEVICES", ())
+    assert_close([grad], list(torch.autograd.grad(model(x).sum(), x)))
+
+
+def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each power of 2 of tokens is timed once; the timing of a checkpointed pass does not count as a part of it."""
+    names: list[str] = []
+
+    def time_both(device: Any, name: str, kernel: Any, other: Any) -> bool:
+        if name not in names:
+            names.append(name)
+            for work in (kernel, other):
+                work()()
+        return False
+
+    monkeypatch.setattr(low_rank_product, "is_faster", time_both)
+    x, a, b, bias = (one if one is None else one.float() for one in make_operands())
+    assert fused_product(x, a, b, bias) is None
+    model = make_model()
+    for tokens in (128, 100, 129):
+        x = torch.randn(tokens, 64, device=DEVICE, requires_grad=True)
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert len(names) == 1 + 2 * 2
+    assert len({name for name in names if "128 x 64" in name}) == 1
+
+
+def test_ranks_beyond_the_tiles_and_other_dtypes_are_refused() -> None:
+    x, a, b, bias = (one if one is None else one.float() for one in make_operands())
+    assert fused_product(x, a, b, bias) is not None
+    assert fused_product(x, a.repeat(1, 7), b.repeat(7, 1), bias) is None
+    assert fused_product(x.double(), a.double(), b.double(), bias.double()) is None
+    assert fused_product(x[:0], a, b, bias) is None
+    with torch.no_grad():
+        assert fused_product(x, a, b, bias) is None
+
+
+def test_autocast_stays() -> None:
+    x, a, b, bias = (one if one is None else one.float() for one in make_operands())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = fused_product(x, a, b, bias)
+    assert y is not None
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the kernels run")
+def test_kernels_compile_for_gpus() -> None:
+    compile_for_gpus(COMPILE)
+
+
+COMPILE = """
+from scantling.tensor import kernels
+
+sizes = "tokens inputs rank outputs width chunks tiles".split()
+for kind in ("*bf16", "*fp32"):
+    for side in (32, 128):
+        tiles = {"precision": "tf32", "token_tile": 64, "chunk_tile": 32, "rank_tile": side}
+        for kernel, constants in (
+            (kernels.low_rank_product, {"has_bias": True}),
+            (kernels.low_rank_input_gradient, {}),
+            (kernels.outer_sums, {"has_sums": True}),
+        ):
+            types = {name: "i32" if name in sizes or "stride" in name else kind for name in kernel.arg_names}
+            ptx = build(kernel, capability, types, **tiles, **constants)
+            assert "mma" in ptx, "no tensor cores"
+"""
