@@ -20,7 +20,7 @@ device. Ranks along a mesh dim that replicates are not asked: they hold the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -190,6 +190,18 @@ class SumsOverRanks:
                 torch.distributed.all_reduce(flat, group=group)
                 foreach_copy_(tensors, torch.split(flat, sizes))
 
+    def repeated(self) -> Callable[[], None]:
+        """Return a function that does the same again for tensors at the same addresses, by kernels."""
+        buckets = [(group, _triton.FlatCopies(tensors)) for group, tensors, sizes in self._buckets if sum(sizes)]
+
+        def all_reduce() -> None:
+            for group, copies in buckets:
+                copies.gather()
+                torch.distributed.all_reduce(copies.flat, group=group)
+                copies.scatter()
+
+        return all_reduce
+
 
 class RepeatedSharded:
     """Step of sharded parameters by the kernels, taken again; this rank has all of their gradients.
@@ -201,21 +213,22 @@ class RepeatedSharded:
 
     def __init__(self, stages: Sequence[_triton.BatchStages], plans: Sequence[ShardPlan]) -> None:
         self._stages, self._plans = stages, plans
-        self._sums: dict[str, SumsOverRanks] = {}
+        self._all_reduce: dict[str, Callable[[], None]] = {}
         self._num_grads = torch.ones(len(plans), device=stages[0].device)
 
     def step(self) -> None:
         """Take the step, once all stages have begun it. Collectives: those of `_step_sharded`."""
         for stage in ("accumulate", "whiten", "update_instability"):
-            if stage in self._sums:
+            if stage in self._all_reduce:
                 for each in self._stages:
                     getattr(each, stage)()
             else:
                 # The tensors stay the same from step to step.
-                self._sums[stage] = SumsOverRanks([*_partial_sums(self._stages, stage), *self._counts(stage)])
+                sums = SumsOverRanks([*_partial_sums(self._stages, stage), *self._counts(stage)])
+                self._all_reduce[stage] = sums.repeated()
             if stage == "accumulate":
                 self._num_grads.fill_(1.0)
-            self._sums[stage].all_reduce()
+            self._all_reduce[stage]()
         for each in self._stages:
             each.apply()
 

@@ -53,6 +53,7 @@ class RepeatedStep:
         self._params = [self._all[index] for index in stepped]
         self._others = [self._all[index] for index in sorted({*range(len(self._all))} - {*stepped})]
         self._states = [states[param] for param in self._params]
+        self._all_states = list(states.values())  # in the order of insertion: looking each up takes longer
         self._tensors = list(chain.from_iterable(state.values() for state in self._states))
         self._local_tensors = _local(self._tensors)
         self._addresses = _addresses(_local(self._params)), _addresses(self._local_tensors)
@@ -105,7 +106,7 @@ class RepeatedStep:
             not _same(params, self._all)
             or list(map(_kind, hypers)) != self._kinds
             or any(param.grad is not None for param in self._others)
-            or not _same([states.get(param) for param in self._params], self._states)
+            or not _same(list(states.values()), self._all_states)
             or not _same(list(chain.from_iterable(state.values() for state in self._states)), self._tensors)
         ):
             return None

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_kernels, program_owners, triton_dtype
-from scantling.numerics.torch_private import foreach_add_
 from scantling.optim._eager import PartialSum
 from scantling.optim.codecs import noise_seed
 from scantling.optim.state import HyperParams, ParamLayout, ParamStep, is_plain_memory
@@ -241,7 +240,6 @@ class BatchStages:
         self._rows = np.array([rows.setdefault(kind, len(rows)) for kind in kinds])
         self._firsts = [kinds.index(kind) for kind in rows]
         self._params = [layout.param for layout in self._layouts]
-        self._counters = [layout.state["step"] for layout in self._layouts]
         self._fields = self._build_fields()
         # totals: a sum of squares per tile; sums and clips: one and a factor per parameter
         self._totals, self._sums, self._clips = map(self._new, (len(self._grid.tiles), len(steps), len(steps)))
@@ -287,16 +285,18 @@ class BatchStages:
             fields[:, names.index(name)] = column
         for index, layout, row in zip(self.indices, self._layouts, fields, strict=True):
             # `FIELDS` begins with the addresses of the layout, and the gradient.
-            first = *(layout.pointers or ()), 0, *_mean_sources(layout), index, _mean_length(layout)
+            sources = _mean_sources(layout)
+            step = layout.state["step"].data_ptr()
+            first = *(layout.pointers or ()), 0, *sources, index, _mean_length(layout), step
             row[: len(first) + 3] = *first, *(layout.place or ())
         return fields
 
     def _count_step(self) -> None:
         """Count the step; add what depends on it to the numbers: corrections, seeds, learning rates in tensors."""
         key, names, numbers = self._key, self._kernels.VALUES, self._numbers
-        foreach_add_(self._counters, 1.0)
         # Computed on the device from the step counters, so that a CUDA graph replays them.
-        stacked = torch.stack(self._counters)
+        stacked = self._new(len(self._layouts))
+        self._kernels.count_steps[(-(-len(stacked) // _LINE),)](self._table, stacked, len(stacked), _LINE)
         scale = numbers[:, names.index("scale")]
         if key.debias:
             correction = -torch.expm1(stacked.double()[:, None] * self._host_values[:, len(names) :])  # (parameters, 3)
@@ -459,6 +459,44 @@ class _FullStages(BatchStages):
                 **self._shape,
             )
         self._finish()
+
+
+class FlatCopies:
+    """Tensors that are copied into one flat tensor and back, each in one launch.
+
+    Args:
+        tensors: contiguous tensors of one dtype, which stay at their addresses.
+
+    Attributes:
+        flat: the flat tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        first = tensors[0]
+        self._tensors, self._kind = list(tensors), triton_dtype(first.dtype)
+        lengths = np.array([tensor.numel() for tensor in tensors], dtype=np.int64)
+        programs = -(-lengths // _MATRIX)
+        addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+        table = np.stack([addresses, lengths, _exclusive_cumsum(lengths), _exclusive_cumsum(programs)], axis=1)
+        self._table = torch.from_numpy(table).to(first.device)
+        self._owners = program_owners(programs, first.device)
+        self.flat = torch.empty(int(lengths.sum()), dtype=first.dtype, device=first.device)
+
+    def gather(self) -> None:
+        """Copy the tensors into the flat one."""
+        self._copy(to_flat=True)
+
+    def scatter(self) -> None:
+        """Copy the flat tensor into the others."""
+        self._copy(to_flat=False)
+
+    def _copy(self, *, to_flat: bool) -> None:
+        from scantling.optim.kernels import came_gpu
+
+        with device_context(self.flat):
+            came_gpu.copy_flat[(len(self._owners),)](
+                self._table, self._owners, self.flat, kind=self._kind, to_flat=to_flat, size=_MATRIX
+            )
 
 
 def _mean_sources(layout: ParamLayout) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.numerics.device import without_autocast
-from scantling.numerics.torch_private import fsdp_managed_modules, is_in_functorch, remove_forward_hooks
+from scantling.numerics.torch_private import foreach_copy_, fsdp_managed_modules, is_in_functorch, remove_forward_hooks
 from scantling.tensor.contraction import Tree, block_ends, block_numel, merge_block, pad_to
 from scantling.tensor.layer import TTLayer, running, scale_cores, without_saving_hooks
 

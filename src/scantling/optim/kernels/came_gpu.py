@@ -19,13 +19,14 @@ from scantling.optim import codecs
 from scantling.optim.state import POINTERS
 
 FIELDS = (
-    *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "start", "whole_rows", "whole_cols"),
+    *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "step", "start", "whole_rows", "whole_cols"),
     *("rows", "cols", "matrices", "first", "down", "across", "row_part", "col_part", "first_matrix"),
 )
-"""Columns of the int64 table, one row for each parameter: addresses, with `mean` and `res_mean` for
-the averages whose mean is that of the matrix; index in the optimizer; number of these averages in a matrix; index of
-the first element in the whole parameter, which may be sharded; sizes of the whole matrix and of this one; first
-tile; tiles down and across a matrix; first partial sum over rows and over columns; first of its matrices among all."""
+"""Columns of the int64 table, one row for each parameter: addresses, with `mean` and `res_mean` for the averages whose
+mean is that of the matrix; index in the optimizer; number of these averages in a matrix; address of the step counter;
+index of the first element in the whole parameter, which may be sharded; sizes of the whole matrix and of this one;
+first tile; tiles down and across a matrix; first partial sum over rows and over columns; first of its matrices among
+all."""
 VALUES = (
     *("row_beta2", "row_eps2", "row2", "col_beta2", "col_eps2", "col2"),
     *("row_beta3", "row_eps3", "row3", "col_beta3", "col_eps3", "col3"),
@@ -53,8 +54,8 @@ _NUM_ROWS, _NUM_COLS, _MATRICES, _FIRST, _DOWN, _ACROSS = (
     _column(FIELDS, name) for name in ("rows", "cols", "matrices", "first", "down", "across")
 )
 _ROW_PART, _COL_PART, _FIRST_MATRIX = (_column(FIELDS, name) for name in ("row_part", "col_part", "first_matrix"))
-_MEAN_LENGTH, _START, _WHOLE_ROWS, _WHOLE_COLS = (
-    _column(FIELDS, name) for name in ("mean_length", "start", "whole_rows", "whole_cols")
+_MEAN_LENGTH, _STEP, _START, _WHOLE_ROWS, _WHOLE_COLS = (
+    _column(FIELDS, name) for name in ("mean_length", "step", "start", "whole_rows", "whole_cols")
 )
 _BETA2, _GAIN1, _DECAY, _SCALED, _SECOND, _SIZE, _BOUND, _SEED0, _SEED1 = (
     _column(VALUES, name)
@@ -326,6 +327,36 @@ def _bounded(g, bound):
 def _clipped(u, clip):
     """Return u, or 0 if the factor of the clip is 0: 0 times an overflow of u would be NaN."""
     return tl.where(clip == 0.0, 0.0, u)
+
+
+@triton.jit
+def count_steps(table, steps, params, size: tl.constexpr):
+    """Add 1 to the step counters of some parameters, and write them to `steps`."""
+    param_idx = tl.program_id(0) * size + tl.arange(0, size)
+    mask = param_idx < params
+    entries = table + param_idx * _NUM_FIELDS + _STEP
+    # Beyond the last parameter, the first counter is addressed but neither read nor written.
+    counter = pointer(table, tl.where(mask, entries, table + _STEP), tl.float32, False)
+    count = tl.load(counter, mask=mask, other=0.0) + 1.0
+    tl.store(counter, count, mask=mask)
+    tl.store(steps + param_idx, count, mask=mask)
+
+
+@triton.jit
+def copy_flat(table, owners, flat, kind: tl.constexpr, to_flat: tl.constexpr, size: tl.constexpr):
+    """Copy tensors of dtype `kind` into one flat tensor, or back, `size` elements in each program.
+
+    The table has a row for each tensor: its address, length, first element in `flat` and first program.
+    """
+    program = tl.program_id(0)
+    fields = table + tl.load(owners + program) * 4
+    index = (program - tl.load(fields + 3)) * size + tl.arange(0, size)
+    mask = index < tl.load(fields + 1)
+    place, source = flat + tl.load(fields + 2) + index, pointer(table, fields, kind, False) + index
+    if to_flat:
+        tl.store(place, tl.load(source, mask=mask), mask=mask)
+    else:
+        tl.store(source, tl.load(place, mask=mask), mask=mask)
 
 
 @triton.jit
