@@ -251,9 +251,7 @@ def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return torch.stack([pad_to(tensor, shape) for tensor in tensors])
     stack = tensors[0].new_zeros(len(tensors), *shape)
     # One launch for all, where padding each takes one per tensor.
-    torch._foreach_copy_(
-        [_shrink_to(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors)
-    )
+    foreach_copy_([_shrink_to(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors))
     return stack
 
 
