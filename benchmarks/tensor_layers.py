@@ -103,7 +103,10 @@ def known_orders(chain: Chain) -> dict[str, tuple[Step, ...]]:
 
 
 def grid(rounds: int) -> dict[str, Any]:
-    """Return FLOPs and times of the chosen order, relative to the best known order and to a dense layer."""
+    """Return FLOPs and times of the chosen order, relative to the best known order and to a dense layer.
+
+    `layer` has the gain and the checks of a TT layer, which take longer than the products of one token.
+    """
     rows = {}
     worst_flops, worst_time = 0.0, 0.0
     for (inputs, outputs), rank, tokens in product(GRID_SHAPES, GRID_RANKS, GRID_TOKENS):
@@ -118,7 +121,8 @@ def grid(rounds: int) -> dict[str, Any]:
         work = {name: forward_backward(InOrder(layer, steps), x) for name, steps in known.items()}
         work |= {
             "dense": forward_backward(nn.Linear(inputs, outputs, bias=False), x),
-            "chosen": forward_backward(layer, x),
+            "chosen": forward_backward(InOrder(layer, chosen.steps), x),
+            "layer": forward_backward(layer, x),
         }
         times = take_turns(work, rounds, warmup=1, least_s=0.01)
         found = {name: ratio(own, times["dense"]) for name, own in times.items()}
@@ -128,7 +132,7 @@ def grid(rounds: int) -> dict[str, Any]:
         worst_flops, worst_time = max(worst_flops, flops), max(worst_time, against["ratio"])
         key = f"{inputs}x{outputs} rank {rank}, {tokens} tokens"
         rows[key] = {"macs": {**macs, "chosen": chosen.macs}, "best": best, "over_best": against, **found}
-        slower = f"  {found['chosen']['ratio']:.2f} of a dense layer" if found["chosen"]["ratio"] > 1.0 else ""
+        slower = f"  {found['layer']['ratio']:.2f} of a dense layer" if found["layer"]["ratio"] > 1.0 else ""
         print(f"{key:34} FLOPs {flops:5.3f}  time {against['ratio']:5.2f} of {best}{slower}", flush=True)
     verdict = "met" if worst_flops <= 1.05 and worst_time <= 1.25 else "MISSED"
     print(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
-from scantling.tensor import launches, low_rank_product
+from scantling.tensor import launches, linear, low_rank_product
+from scantling.tensor.contraction import Step
 from scantling.tensor.low_rank_product import _in_torch, _LowRankProduct, fused_product
 from tests.kernels import compile_for_gpus
 from tests.tensor.test_feed_forward import DEVICE, ON_GPU, assert_close
@@ -26,10 +27,15 @@ CASES = [
 ]
 
 
+def set_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
+    for module in (launches, linear):
+        monkeypatch.setattr(module, "DEVICES", devices)
+
+
 @pytest.fixture(autouse=True)
 def fast_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the kernels on this device without timing them."""
-    monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
+    set_devices(monkeypatch, DEVICE)
     monkeypatch.setattr(low_rank_product, "is_faster", lambda *_: True)
 
 
@@ -68,6 +74,11 @@ def test_kernels_match_torch_in_bf16(sizes: dict[str, Any]) -> None:
     assert_close(*apply_both(torch.bfloat16, **sizes), 0.02)
 
 
+def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    steps = Step(0, 1, *a.shape[:1], 1, a.shape[1]), Step(1, 1, *b.shape[:1], 1, b.shape[1])
+    return fused_product(x, [a, b], steps, bias)
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return sc.tensorize(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)), rank=4).to(DEVICE)
@@ -88,16 +99,16 @@ def test_layers_take_the_kernels_and_repeat(monkeypatch: pytest.MonkeyPatch) -> 
     runs = [run(model, x) for _ in range(2)]
     assert len(launched) == 4
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
-    monkeypatch.setattr(launches, "DEVICES", ())
+    set_devices(monkeypatch)
     expected = run(copy.deepcopy(model), x)
     assert len(launched) == 4
     assert_close(runs[0], expected)
     # y = x A B with frozen cores: only x needs a gradient
-    monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
+    set_devices(monkeypatch, DEVICE)
     model.requires_grad_(False)
     x.requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), x)
-    monkeypatch.setattr(launches, "DEVICES", ())
+    set_devices(monkeypatch)
     assert_close([grad], list(torch.autograd.grad(model(x).sum(), x)))
 
 
@@ -114,7 +125,7 @@ def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(low_rank_product, "is_faster", time_both)
     x, a, b, bias = (one if one is None else one.float() for one in make_operands())
-    assert fused_product(x, a, b, bias) is None
+    assert product(x, a, b, bias) is None
     model = make_model()
     for tokens in (128, 100, 129):
         x = torch.randn(tokens, 64, device=DEVICE, requires_grad=True)
@@ -125,18 +136,18 @@ def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_beyond_the_tiles_and_other_dtypes_are_refused() -> None:
     x, a, b, bias = (one if one is None else one.float() for one in make_operands())
-    assert fused_product(x, a, b, bias) is not None
-    assert fused_product(x, a.repeat(1, 7), b.repeat(7, 1), bias) is None
-    assert fused_product(x.double(), a.double(), b.double(), bias.double()) is None
-    assert fused_product(x[:0], a, b, bias) is None
+    assert product(x, a, b, bias) is not None
+    assert product(x, a.repeat(1, 7), b.repeat(7, 1), bias) is None
+    assert product(x.double(), a.double(), b.double(), bias.double()) is None
+    assert product(x[:0], a, b, bias) is None
     with torch.no_grad():
-        assert fused_product(x, a, b, bias) is None
+        assert product(x, a, b, bias) is None
 
 
 def test_autocast_stays() -> None:
     x, a, b, bias = (one if one is None else one.float() for one in make_operands())
     with torch.autocast(DEVICE, torch.bfloat16):
-        y = fused_product(x, a, b, bias)
+        y = product(x, a, b, bias)
     assert y is not None
     assert y.dtype == torch.bfloat16
 

@@ -267,9 +267,9 @@ class TTLayer(nn.Module):
     def _merge_blocks(self, trees: Sequence[Tree]) -> list[Tensor]:
         cores = self.gated_cores()
         blocks = [merge_block(cores, tree) for tree in trees]
-        ranks = self.padded_ranks
-        if ranks == self.ranks:
+        if device_costs(self.log_gain.device).rank_multiple == 1:
             return blocks
+        ranks = self.padded_ranks
         return [
             pad_to(block, (ranks[first], *block.shape[1:-1], ranks[last + 1]))
             for block, (first, last) in zip(blocks, map(block_ends, trees), strict=True)

@@ -6,7 +6,7 @@ faster depends on the shape and on the GPU, so both are timed once for each shap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scantling.numerics.device import device_context, without_autocast
+from scantling.tensor.contraction import Step
 from scantling.tensor.costs import is_faster
 from scantling.tensor.launches import (
     MAX_RANK,
@@ -31,20 +32,23 @@ from scantling.tensor.launches import (
 from scantling.tensor.layer import without_saving_hooks
 
 
-def fused_product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return y = (x A) B + b, (tokens, outputs).
+def fused_product(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], bias: Tensor | None) -> Tensor | None:
+    """Return x contracted with merged blocks, as `contract`, if the order is y = (x A) B + b: (tokens, outputs).
 
     Args:
         x: (tokens, inputs).
-        a: (inputs, rank).
-        b: (rank, outputs).
+        blocks: merged blocks of the steps.
+        steps: steps of the order.
         bias: (outputs,), or None.
 
     Returns:
-        None if the kernels cannot run here, or are slower than torch's operations.
+        None for other orders, if the kernels cannot run here, or if they are slower than torch's operations.
     """
+    if len(steps) != 2 or any(step.leading * step.trailing > 1 for step in steps) or steps[1].inner > MAX_RANK:
+        return None
     dtype = compute_dtype(x)
-    if a.shape[1] > MAX_RANK or not can_launch(x, dtype) or not _is_faster(x, a, b, bias, dtype):
+    a, b = (block.reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True))
+    if not can_launch(x, dtype) or not _is_faster(x, a, b, bias, dtype):
         return None
     operands = [None if value is None else value.to(dtype) for value in (x, a, b, bias)]
     with without_autocast(x.device):
