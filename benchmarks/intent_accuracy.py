@@ -5,6 +5,7 @@
     python benchmarks/intent_accuracy.py sweep       rates of each row, one seed, on the dev set
     python benchmarks/intent_accuracy.py seeds       each row at its best rates, five seeds, on the test set
     python benchmarks/intent_accuracy.py variants    changes of the TT model: rates of each, then three seeds, dev set
+    python benchmarks/intent_accuracy.py times       time of a step of each row, relative to dense, in turns
     python benchmarks/intent_accuracy.py report      tables, from the raw lines alone
 
 `--size small` is 3 encoders of width 128 and `--size full` 6 encoders of width 256, with the paper's ranks; `--size
@@ -22,17 +23,19 @@ model of word counts. Results are lines of benchmarks/results/intent-accuracy.js
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from dated import RESULTS
+from dated import RESULTS, dated, write
 from finetune_data import TASKS, similar_lengths
+from interleaved import ratio
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
 from small_models import printed, rate_factors, run_facts
 from torch import Tensor, nn
@@ -58,6 +61,8 @@ SEED_STEPS = {"banking77": 3094, "clinc150": 3368}
 """Steps of the runs of `seeds`: 14 epochs."""
 SEEDS = (1, 2, 3, 4, 5)
 BATCH, WARM_UP, DROPOUT = 32, 0.1, 0.1
+WARM_UP_ROUNDS = 5
+"""Steps of each row that `times` does not count."""
 BEGIN, END = 0.3, 0.7
 """Fractions of a run at which the rank reduction begins and ends."""
 TT = {"form": "tt"}
@@ -383,6 +388,17 @@ def build(spec: Spec, groups: list[dict[str, Any]]) -> list[torch.optim.Optimize
 
 def run_training(spec: Spec) -> Line:
     """Train one model and return its line."""
+    run = train(spec)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            line: Line = end.value
+            return line
+
+
+def train(spec: Spec) -> Generator[None, None, Line]:
+    """Train one model, yield after each step, and return the line of the run."""
     began = time.time()
     ids, labels, test_ids, test_labels = split(spec["data"], dev=spec["dev"])
     num_labels = int(labels.max()) + 1
@@ -428,6 +444,7 @@ def run_training(spec: Spec) -> Line:
         if adapter is not None and step % 100 == 99:
             adapter.truncate(*optimizers)
         step_s.append(time.perf_counter() - start)
+        yield
     if adapter is not None:
         adapter.finish(*optimizers)
     found = {**measure(model, test_ids, test_labels), "width": shape["width"], "curve": shortened(losses)}
@@ -509,6 +526,29 @@ def fit_bag(spec: Spec, weight_decay: float, *, dev: bool) -> tuple[float, int]:
         nn.functional.cross_entropy(model(ids[batch]), labels[batch]).backward()
         optimizer.step()
     return float((model(test_ids).argmax(1) == test_labels).float().mean()), model.weight.numel()
+
+
+def time_rows(rows: Sequence[str], size: str, rounds: int) -> dict[str, Any]:
+    """Return the times of the steps of all rows, which take turns with the same batches.
+
+    Rows with a size target have all their ranks yet, and gates on them.
+    """
+    rates = {"lr": 1e-3, "layers_ratio": 1.0, "embedding_ratio": 1.0}
+    steps = WARM_UP_ROUNDS + rounds
+    specs = {row: make_spec(ROWS[row], rates, size, data=DATA[0], dev=True, seed=0, steps=10 * steps) for row in rows}
+    runs = {row: train(spec) for row, spec in specs.items()}
+    times: dict[str, list[float]] = {row: [] for row in rows}
+    order = random.Random(0)
+    for number in range(steps):
+        for row in order.sample(list(rows), len(rows)):
+            began = time.perf_counter()
+            next(runs[row])
+            if number >= WARM_UP_ROUNDS:
+                times[row].append(time.perf_counter() - began)
+    found = {row: ratio(own, times["dense"]) for row, own in times.items()}
+    for row, own in found.items():
+        print(f"{row:20} {own['ratio']:5.2f} of the time of dense {own['ratio_95']}")
+    return found
 
 
 # the plan of all runs
@@ -639,8 +679,7 @@ def report_rows(lines: Mapping[str, Line], size: str) -> None:
             pairs = [value - dense[seed] for seed, value in accuracy.items() if seed in dense]
             if row != "dense" and pairs:
                 text += "   minus dense {:+.2f} ± {:.2f}".format(*interval(pairs))
-            step_ms = 1e3 * np.median([line["step_s"] for line in found.values()])
-            print(f"{text}   {len(found)} seeds, {step_ms:.0f} ms a step")
+            print(f"{text}   {len(found)} seeds")
 
 
 def report_search(lines: Mapping[str, Line], settings: Mapping[str, Any], rates: Mapping[str, float], size: str) -> str:
@@ -675,7 +714,7 @@ def report(lines: Mapping[str, Line], size: str) -> None:
 
 
 def main() -> int:
-    parser = command_line(__doc__, ("sweep", "seeds", "variants", "report"), RESULT_FILE)
+    parser = command_line(__doc__, ("sweep", "seeds", "variants", "times", "report"), RESULT_FILE)
     parser.add_argument("--size", choices=[*SIZES], default="small")
     parser.add_argument("--only", nargs="+", help="names of rows or variants")
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA, help="seeds: data sets")
@@ -694,6 +733,9 @@ def main() -> int:
             ledger.run(bag_spec(data))
         items = [(seed, data, row) for seed in SEEDS for data in options.data for row in rows]
         side_by_side(options.jobs, partial(run_seeds, ledger, options.size), items)
+    elif options.phase == "times":
+        found = dated(__file__, size=options.size, results=time_rows(rows, options.size, rounds=40))
+        print(write(found, f"intent-times-{options.size}-cpu"))
     elif options.phase == "variants":
         names = [name for name in VARIANTS if options.only is None or name in options.only]
         side_by_side(options.jobs, partial(run_variant, ledger, options.size), names)
