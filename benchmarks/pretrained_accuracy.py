@@ -8,15 +8,16 @@
     python benchmarks/pretrained_accuracy.py report              the tables, from the raw lines alone
 
 The encoder with a linear head on the mean of its token vectors is fine-tuned on Banking77 or CLINC150
-(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers to 1.5, 2 or 4 times fewer parameters: by a
-plain SVD, each layer to the same fraction, or whitened by 256 training texts, with ranks that it chooses. The model is
+(finetune_data.py). Then `sc.tensorize` decomposes its 36 linear layers to 1.5, 2 or 4 times fewer parameters, whitened
+by 256 training texts, with ranks that it chooses; or by a plain SVD, each layer to the same fraction. The model is
 trained again for as many epochs, on the labels or on the outputs of the dense model. Rivals: the dense model, also
 trained twice as long, and LoRA. The word embeddings and the head stay dense; of the embeddings only the rows of tokens
 that occur in the texts are kept, since no other row is ever read.
 
 The learning rate of each contender is the best of at least three on a dev set, with seed 0; it has a worse neighbor on
-both sides. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. Training is under bf16 autocast. On a
-GPU a step is one CUDA graph, and several runs train at the same time, each on its own stream.
+both sides. Contenders that differ from another one in their size or start alone take its rate. Each run is one line of
+benchmarks/results/pretrained-accuracy.jsonl. Training is under bf16 autocast, but in fp32 on a CPU without instructions
+for bf16. On a GPU a step is one CUDA graph, and several runs train at the same time, each on its own stream.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import UserError
+from scantling.numerics.device import has_fast_matmul
 from scantling.tensor.report import LayerReport
 
 FOLDER = ROOT / "build" / "pretrained"
@@ -58,7 +61,6 @@ GRID = Grid([12.5e-6 * 2**power for power in range(12)], start=5)  # 12.5e-6 to 
 SEEDS = (0, 1, 2)
 SHOWN = ("task", "method", "reduction", "start", "loss", "lr", "seed")
 """Values of a run that are printed with its results."""
-REDUCTIONS = (2.0, 4.0, 1.5)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Contender:
         start: `pretrained` weights, or the dense model `finetuned` on the task.
         loss: `labels`, or `teacher`: the outputs and hidden states of the fine-tuned dense model.
         first_rate: index in `GRID` at which the sweep starts.
+        rate_of: contender whose learning rate this one takes; None if it has its own sweep.
     """
 
     method: str
@@ -78,6 +81,7 @@ class Contender:
     start: str = "finetuned"
     loss: str = "labels"
     first_rate: int = 4
+    rate_of: Contender | None = None
 
     @property
     def name(self) -> str:
@@ -93,16 +97,16 @@ class Contender:
 
 
 DENSE = Contender("dense", start="pretrained", first_rate=5)
+WHITENED = Contender("whitened", 2.0)
 CONTENDERS = (
     DENSE,
+    WHITENED,
     Contender("lora", start="pretrained", first_rate=8),
-    *(
-        Contender(method, reduction, loss=loss)
-        for reduction in REDUCTIONS
-        for method, loss in (("whitened", "teacher"), ("whitened", "labels"), ("svd", "teacher"))
-    ),
-    *(Contender("dense", loss=loss) for loss in ("labels", "teacher")),
-    Contender("whitened", 2.0, start="pretrained", first_rate=5),
+    Contender("whitened", 2.0, loss="teacher"),
+    Contender("whitened", 4.0, rate_of=WHITENED),
+    Contender("whitened", 1.5, rate_of=WHITENED),
+    Contender("svd", 2.0, rate_of=WHITENED),
+    Contender("dense", rate_of=WHITENED),
 )
 
 
@@ -277,13 +281,20 @@ class Run:
         self.stream = torch.cuda.Stream() if self.is_cuda else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass: bf16, or nothing on a CPU without instructions for it."""
+        device = self.order.device
+        if not has_fast_matmul("bf16", device):
+            return nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
     def take_step(self) -> None:
         """Train on the next batch. Everything that changes between steps is read on the device."""
         self.lr.copy_(self.rates.index_select(0, self.index).squeeze(0))
         batch = self.order.index_select(0, self.index).squeeze(0)
         ids, labels = self.data["train"].ids[batch], self.data["train"].labels[batch]
         ids = ids if self.is_cuda else trim(ids)
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, cache_enabled=False):
+        with self.autocast():
             loss = self.loss(ids, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.params, self.spec["clip"])
@@ -349,6 +360,7 @@ class Run:
             "right": test["right"],
             "train_loss": last,
             "steps": self.steps,
+            "compute": "fp32" if isinstance(self.autocast(), nullcontext) else "bf16",
             "trained_parameters": sum(param.numel() for param in self.params),
             **sizes(self.model),
         }
@@ -483,7 +495,8 @@ class Models:
 
 
 def sweep(contender: Contender, task: str, lines: dict[str, Line], teacher_lr: float | None) -> tuple[Grid, list[Any]]:
-    """Return a contender's grid, and its results with seed 0."""
+    """Return the grid of a contender's learning rate, and the results with seed 0."""
+    contender = contender.rate_of or contender
     grid = Grid(GRID.rates, contender.first_rate)
     return grid, grid.results(lines, lambda lr: contender.spec(task, lr, 0, teacher_lr), "dev_error")
 
@@ -502,6 +515,8 @@ def next_specs(lines: dict[str, Line], tasks: Sequence[str]) -> Iterator[Spec]:
                 continue
             grid, results = sweep(contender, task, lines, teacher_lr)
             index = grid.next(results)
+            if contender.rate_of is not None and index is not None:
+                continue
             if index is None:
                 rate = grid.best(results)
                 wanted = [] if rate is None else [contender.spec(task, rate, seed, teacher_lr) for seed in SEEDS]
