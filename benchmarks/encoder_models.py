@@ -42,6 +42,8 @@ class Shape:
     layers: int = 6
     length: int = 128
     dropout: float = 0.1
+    width: int = 768
+    vocabulary: int = 30522
 
 
 FULL = Shape()
@@ -49,7 +51,8 @@ FULL = Shape()
 
 def build_config(shape: Shape, **changes: Any) -> BertConfig:
     """Return the recipe's configuration, with BERT's defaults for the rest."""
-    given = {"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    sizes = {"hidden_size": shape.width, "intermediate_size": 4 * shape.width, "num_attention_heads": 12}
+    given = {"vocab_size": shape.vocabulary, **sizes}
     dropout = {f"{place}_dropout_prob": shape.dropout for place in ("hidden", "attention_probs")}
     return BertConfig(**{**given, **dropout, "num_hidden_layers": shape.layers, "num_labels": 3, **changes})
 
@@ -122,7 +125,7 @@ class Training:
     def step(self, batch_size: int) -> Callable[[], None]:
         """Run one training step on sequences of full length."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=generator)
+        ids = torch.randint(0, self._shape.vocabulary, (batch_size, self._shape.length), generator=generator)
         labels = torch.randint(0, 3, (batch_size,), generator=generator)
         ids, labels = ids.to(self._device), labels.to(self._device)
 
@@ -141,7 +144,9 @@ class Training:
 
     def evaluate(self, batch_size: int) -> None:
         """Evaluate one batch as an evaluation during training does, with gradients and optimizer state in memory."""
-        ids = torch.randint(0, 30522, (batch_size, self._shape.length), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(
+            0, self._shape.vocabulary, (batch_size, self._shape.length), generator=torch.Generator().manual_seed(1)
+        )
         self.model.eval()
         with torch.no_grad(), keep_merged(self.model):
             self.model(ids.to(self._device))

@@ -145,7 +145,7 @@ def compared(rows: dict[str, dict[str, Any]], controls: tuple[str, ...]) -> None
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield all results so far, after each batch size."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    shape = Shape(1, 16) if options.device == "cpu" else FULL
+    shape = Shape(1, 16, width=96, vocabulary=300) if options.device == "cpu" else FULL
     found = {}
     for batch in options.batches or ((1, 2) if options.device == "cpu" else (1, 32, 128)):
         print(f"batch {batch}")

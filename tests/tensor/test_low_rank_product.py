@@ -21,7 +21,7 @@ CASES = [
     {},
     {"bias": False},
     {"tokens": 1, "inputs": 5, "rank": 1, "outputs": 3},
-    {"tokens": 300, "inputs": 40, "rank": 33, "outputs": 30},
+    {"tokens": 600, "inputs": 40, "rank": 33, "outputs": 30},
     {"tokens": 64, "inputs": 64, "rank": 128, "outputs": 32},
     {"strided": True},
 ]

@@ -391,6 +391,7 @@ def test_padded_ranks(gates: bool, compiled: bool, monkeypatch: pytest.MonkeyPat
         found = run(x)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
         found.square().sum().backward()
+        assert all(param.grad is None or param.grad.is_contiguous() for param in model.parameters())
         assert_same(gradients(model), unpadded)
         with Operations() as operations:
             model(x)

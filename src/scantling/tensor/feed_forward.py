@@ -21,11 +21,10 @@ from scantling.numerics.torch_private import has_forward_hooks
 from scantling.tensor.launches import (
     MAX_RANK,
     TOKEN_TILE,
-    add_parts,
+    PartialSums,
     can_launch,
     chunk_side,
     compute_dtype,
-    empty_parts,
     num_splits,
     precision,
     tile_side,
@@ -208,10 +207,10 @@ class _Launch:
 
     def forward(self) -> Tensor:
         """Return h2, (tokens, out rank)."""
-        splits = num_splits(self._num_chunks, self._num_tiles)
-        out = empty_parts(self._state, splits, self._tokens, self._out_width)
-        self._launch("contract_hidden", (self._num_tiles, splits), self._num_chunks, out)
-        return add_parts(out, self._state.dtype)
+        grid = self._num_tiles, num_splits(self._num_chunks, self._num_tiles)
+        sums = PartialSums(self._state, grid[1], [(self._tokens, self._out_width)])
+        self._launch("contract_hidden", grid, self._num_chunks, sums, sums.parts[0])
+        return sums.add()[0]
 
     def backward(self, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of A2 and of the paths.
@@ -220,31 +219,29 @@ class _Launch:
             grad: (tokens, out rank), contiguous.
         """
         num_paths = 2 if self._has_gate else 1  # here the layer itself is first
-        splits = num_splits(self._num_chunks, self._num_tiles)
-        states = [empty_parts(self._state, splits, self._tokens, self._width) for _ in range(num_paths)]
-        grid = self._num_tiles, splits
-        self._launch("state_gradients", grid, self._num_chunks, grad, states[0], states[-1])
-        splits = num_splits(self._num_tiles, self._num_chunks)
-        matrices = [empty_parts(self._state, splits, self._width, self._hidden) for _ in range(num_paths)]
-        biases = [empty_parts(self._state, splits, self._hidden) for _ in range(num_paths)]
-        a = empty_parts(self._state, splits, self._hidden, self._out_width)
-        outputs = matrices[0], biases[0], matrices[-1], biases[-1], a
-        self._launch("weight_gradients", (self._num_chunks, splits), self._num_tiles, grad, *outputs)
-        found: list[Tensor | None] = [add_parts(a, self._state.dtype)]
-        for state, matrix, bias in reversed(list(zip(states, matrices, biases, strict=True))):
-            found += [
-                add_parts(state, self._state.dtype),
-                add_parts(matrix, self._state.dtype),
-                add_parts(bias, self._state.dtype) if self._has_bias else None,
-            ]
-        return found
+        grid = self._num_tiles, num_splits(self._num_chunks, self._num_tiles)
+        sums = PartialSums(self._state, grid[1], [(self._tokens, self._width)] * num_paths)
+        self._launch("state_gradients", grid, self._num_chunks, sums, grad, sums.parts[0], sums.parts[-1])
+        states = sums.add()
+        grid = self._num_chunks, num_splits(self._num_tiles, self._num_chunks)
+        shapes = [(self._width, self._hidden), (self._hidden,)] * num_paths
+        sums = PartialSums(self._state, grid[1], [*shapes, (self._hidden, self._out_width)])
+        matrix, bias, *_, a = sums.parts
+        gate_matrix, gate_bias = sums.parts[-3:-1]
+        outputs = matrix, bias, gate_matrix, gate_bias, a
+        self._launch("weight_gradients", grid, self._num_tiles, sums, grad, *outputs)
+        *found, a = sums.add()
+        paths: list[Tensor | None] = []
+        for i in reversed(range(num_paths)):
+            paths += [states[i], found[2 * i], found[2 * i + 1] if self._has_bias else None]
+        return [a, *paths]
 
-    def _launch(self, name: str, grid: tuple[int, int], num_parts: int, *tensors: Tensor) -> None:
+    def _launch(self, name: str, grid: tuple[int, int], num_parts: int, sums: PartialSums, *tensors: Tensor) -> None:
         """Launch a kernel whose programs share the parts of a sum among the splits, the second dim of the grid."""
         # Import late: the kernels need Triton, which is optional.
         from scantling.tensor import kernels
 
         with device_context(self._state):
             getattr(kernels, name)[grid](
-                *self._inputs, *tensors, *self._sizes, -(-num_parts // grid[1]), **self._constants
+                *(*self._inputs, *tensors, *self._sizes, sums.stride, -(-num_parts // grid[1])), **self._constants
             )

@@ -90,6 +90,7 @@ def contract_hidden(
     gate_stride,
     gate_b_stride,
     a_stride,
+    split_stride,
     chunks,
     activation: tl.constexpr,
     has_gate: tl.constexpr,
@@ -102,7 +103,8 @@ def contract_hidden(
 ):
     """Write h2 = v A for a tile of tokens, summed over some chunks of the hidden layer.
 
-    Program (i, j) has token tile i and chunks j * chunks and following; out is (splits, tokens, out_width).
+    Program (i, j) has token tile i and chunks j * chunks and following. `out`, (tokens, out_width), is that of j = 0;
+    others are `split_stride` elements apart.
     """
     row = tl.program_id(0) * token_tile + tl.arange(0, token_tile)
     split = tl.program_id(1)
@@ -122,7 +124,7 @@ def contract_hidden(
             value = _activate(z, activation)
         weights = _load(a, col, outer, hidden, out_width, a_stride)
         total += tl.dot(value.to(h.dtype), weights, input_precision=precision)
-    _store(out + split.to(tl.int64) * tokens * out_width, row, outer, tokens, out_width, total)
+    _store(out + split.to(tl.int64) * split_stride, row, outer, tokens, out_width, total)
 
 
 @triton.jit
@@ -146,6 +148,7 @@ def state_gradients(
     gate_stride,
     gate_b_stride,
     a_stride,
+    split_stride,
     chunks,
     activation: tl.constexpr,
     has_gate: tl.constexpr,
@@ -156,7 +159,7 @@ def state_gradients(
     width_tile: tl.constexpr,
     out_tile: tl.constexpr,
 ):
-    """Write the gradients of h1 and g1 for a tile of tokens, summed as in `contract_hidden`: (splits, tokens, width).
+    """Write the gradients of h1 and g1, (tokens, width), for a tile of tokens, summed as in `contract_hidden`.
 
     `grad` is that of h2, contiguous.
     """
@@ -186,7 +189,7 @@ def state_gradients(
         else:
             z_grad = value_grad * _slope(z, activation)
         total += tl.dot(z_grad.to(h.dtype), tl.trans(weights), input_precision=precision)
-    first = split.to(tl.int64) * tokens * width
+    first = split.to(tl.int64) * split_stride
     _store(state_grad + first, row, inner, tokens, width, total)
     if has_gate:
         _store(gate_grad + first, row, inner, tokens, width, gate_total)
@@ -216,6 +219,7 @@ def weight_gradients(
     gate_stride,
     gate_b_stride,
     a_stride,
+    split_stride,
     tiles,
     activation: tl.constexpr,
     has_gate: tl.constexpr,
@@ -228,7 +232,7 @@ def weight_gradients(
 ):
     """Write the gradients of B, b, B_g, b_g and A for a chunk of the hidden layer, summed over some token tiles.
 
-    Program (i, j) has chunk i and token tiles j * tiles and following. Outputs are fp32 with the splits as first dim.
+    Program (i, j) has chunk i and token tiles j * tiles and following. Outputs are those of the first j.
     """
     col = tl.program_id(0) * hidden_tile + tl.arange(0, hidden_tile)
     split = tl.program_id(1)
@@ -265,15 +269,15 @@ def weight_gradients(
         b_total += tl.dot(tl.trans(h), z_grad.to(h.dtype), input_precision=precision)
         bias_total += tl.sum(z_grad, axis=0)
         a_total += tl.dot(tl.trans(value.to(h.dtype)), upstream, input_precision=precision)
-    split = split.to(tl.int64)
-    _store(b_grad + split * width * hidden, inner, col, width, hidden, b_total)
-    _store(a_grad + split * hidden * out_width, col, outer, hidden, out_width, a_total)
+    first = split.to(tl.int64) * split_stride
+    _store(b_grad + first, inner, col, width, hidden, b_total)
+    _store(a_grad + first, col, outer, hidden, out_width, a_total)
     if has_bias:
-        tl.store(bias_grad + split * hidden + col, bias_total, mask=col < hidden)
+        tl.store(bias_grad + first + col, bias_total, mask=col < hidden)
     if has_gate:
-        _store(gate_b_grad + split * width * hidden, inner, col, width, hidden, gate_total)
+        _store(gate_b_grad + first, inner, col, width, hidden, gate_total)
         if has_bias:
-            tl.store(gate_bias_grad + split * hidden + col, gate_bias_total, mask=col < hidden)
+            tl.store(gate_bias_grad + first + col, gate_bias_total, mask=col < hidden)
 
 
 @triton.jit
@@ -367,6 +371,7 @@ def outer_sums(
     width,
     left_stride,
     right_stride,
+    split_stride,
     tiles,
     has_sums: tl.constexpr,
     precision: tl.constexpr,
@@ -376,7 +381,7 @@ def outer_sums(
 ):
     """Write a chunk of left^T right, (rank, width), and of the column sums of `right`, summed over some token tiles.
 
-    Program (i, j) has chunk i and token tiles j * tiles and following. Outputs have the splits as first dim.
+    Program (i, j) has chunk i and token tiles j * tiles and following. Outputs are those of the first j.
     """
     col = tl.program_id(0) * chunk_tile + tl.arange(0, chunk_tile)
     split, inner = tl.program_id(1), tl.arange(0, rank_tile)
@@ -389,7 +394,7 @@ def outer_sums(
         total += tl.dot(states, values, input_precision=precision)
         if has_sums:
             column_total += tl.sum(values.to(tl.float32), axis=0)
-    split = split.to(tl.int64)
-    _store(out + split * rank * width, inner, col, rank, width, total)
+    first = split.to(tl.int64) * split_stride
+    _store(out + first, inner, col, rank, width, total)
     if has_sums:
-        tl.store(sums + split * width + col, column_total, mask=col < width)
+        tl.store(sums + first + col, column_total, mask=col < width)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,8 @@ MAX_RANK = 128
 """Largest rank whose tiles fit into the registers of a program."""
 PROGRAMS = 128
 """Programs that keep a GPU busy; with fewer tiles of tokens, several programs share the work of a tile."""
+LEAST_PARTS = 8
+"""Parts of a sum below which one program adds them all."""
 TOKEN_TILE = 64
 
 
@@ -47,18 +52,43 @@ def chunk_side(*rank_tiles: int) -> int:
 
 def num_splits(num_parts: int, num_others: int) -> int:
     """Return how many programs share the parts of a sum, so that with the others they keep a GPU busy."""
+    if num_parts < LEAST_PARTS:  # adding their sums would take another launch
+        return 1
     wanted = min(num_parts, max(1, PROGRAMS // num_others))
     return -(-num_parts // -(-num_parts // wanted))  # no program without a part
 
 
-def empty_parts(like: Tensor, splits: int, *shape: int) -> Tensor:
-    """Return an empty tensor for the partial sums of a result, in the dtype of `like` if there is only one."""
-    return torch.empty(splits, *shape, dtype=like.dtype if splits == 1 else torch.float32, device=like.device)
+class PartialSums:
+    """Memory for the partial sums of several results, which are added by one operation.
 
+    Args:
+        like: tensor with the dtype and on the device of the results.
+        splits: number of programs that share a sum.
+        shapes: shapes of the results.
 
-def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of partial sums."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    Attributes:
+        parts: memory of each result in the first split.
+        stride: elements from one split to the next.
+    """
+
+    def __init__(self, like: Tensor, splits: int, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._dtype, self._shapes = like.dtype, shapes
+        self._sizes = [-(-prod(shape) // 16) * 16 for shape in shapes]  # every result is aligned
+        self.stride, self._buffer = sum(self._sizes), None
+        if splits == 1:
+            self.parts = [like.new_empty(shape) for shape in shapes]
+        else:
+            self._buffer = like.new_empty(splits, self.stride, dtype=torch.float32)
+            self.parts = list(torch.split(self._buffer[0], self._sizes))
+
+    def add(self) -> list[Tensor]:
+        """Return the results."""
+        if self._buffer is None:
+            return self.parts
+        total = torch.split(self._buffer.sum(0).to(self._dtype), self._sizes)
+        found = [piece[: prod(shape)].view(shape) for piece, shape in zip(total, self._shapes, strict=True)]
+        # The gradient of a bias, a parameter, must not keep the others in memory.
+        return [piece.clone() if piece.ndim == 1 else piece for piece in found]
 
 
 def precision() -> str:

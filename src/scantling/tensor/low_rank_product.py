@@ -19,11 +19,10 @@ from scantling.tensor.costs import is_faster
 from scantling.tensor.launches import (
     MAX_RANK,
     TOKEN_TILE,
-    add_parts,
+    PartialSums,
     can_launch,
     chunk_side,
     compute_dtype,
-    empty_parts,
     num_splits,
     precision,
     tile_side,
@@ -141,10 +140,10 @@ def _outer_sums(left: Tensor, right: Tensor, *, has_sums: bool) -> tuple[Tensor,
     chunk_tile = chunk_side(rank_tile)
     num_tiles, num_chunks = -(-tokens // TOKEN_TILE), -(-width // chunk_tile)
     splits = num_splits(num_tiles, num_chunks)
-    out, sums = empty_parts(left, splits, rank, width), empty_parts(left, splits, width)
+    found = PartialSums(left, splits, [(rank, width), (width,)])
     with device_context(left):
         kernels.outer_sums[(num_chunks, splits)](
-            *(left, right, out, sums, tokens, rank, width, left.stride(0), right.stride(0)),
+            *(left, right, *found.parts, tokens, rank, width, left.stride(0), right.stride(0), found.stride),
             -(-num_tiles // splits),
             has_sums=has_sums,
             precision=precision(),
@@ -152,4 +151,5 @@ def _outer_sums(left: Tensor, right: Tensor, *, has_sums: bool) -> tuple[Tensor,
             chunk_tile=chunk_tile,
             rank_tile=rank_tile,
         )
-    return add_parts(out, left.dtype), add_parts(sums, left.dtype) if has_sums else None
+    out, sums = found.add()
+    return out, sums if has_sums else None

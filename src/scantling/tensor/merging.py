@@ -19,7 +19,7 @@ large that stacking saves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -167,15 +167,15 @@ def _join_ranks(classes: list[list[TTLayer]]) -> list[list[TTLayer]]:
     """Return classes of layers that differ in ranks alone as one class, if merging it takes less time on the device."""
     if len(classes) == 1:
         return classes
-    largest, num_layers = _largest_ranks([layer for layer, *_ in classes]), sum(map(len, classes))
+    largest, num_layers = _largest(layer.ranks for layer, *_ in classes), sum(map(len, classes))
     apart: float = sum(members[0].merging_cost(members[0].ranks, len(members)) for members in classes)
     together: float = max(layer.merging_cost(largest, num_layers) for layer, *_ in classes)
     return [list(chain.from_iterable(classes))] if together < apart else classes
 
 
-def _largest_ranks(layers: Sequence[TTLayer]) -> tuple[int, ...]:
-    """Return the largest padded rank of each bond among some layers."""
-    return tuple(map(max, zip(*(layer.padded_ranks for layer in layers), strict=True)))
+def _largest(ranks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the largest rank of each bond."""
+    return tuple(map(max, zip(*ranks, strict=True)))
 
 
 def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list[Tensor]]:
@@ -189,8 +189,10 @@ def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list
     # Rounding has a scale for each core, so rounded cores are scaled one by one.
     threshold = first.threshold if first.formats is None else None
     tensors = [tensor for layer in layers for tensor in (layer.parts if layer.formats is None else layer.gated_cores())]
-    merge = _Merge(tuple(trees), len(first.chain), threshold, _largest_ranks(layers))
     ranks = [layer.padded_ranks for layer in layers]
+    merge = _Merge(
+        tuple(trees), len(first.chain), threshold, _largest(layer.ranks for layer in layers), _largest(ranks)
+    )
     if torch.compiler.is_compiling():
         blocks = _split(merge.stacked(_stack(tensors, merge.ranks, len(layers))), merge.trees, ranks)
     else:
@@ -207,16 +209,22 @@ class _Merge:
         num_cores: number of cores of a layer.
         threshold: gates at or below it count as 0; None if the cores are scaled already.
         ranks: ranks of all bonds in the stacks.
+        padded_ranks: ranks of all bonds at the ends of blocks.
     """
 
     trees: tuple[Tree, ...]
     num_cores: int
     threshold: float | None
     ranks: tuple[int, ...]
+    padded_ranks: tuple[int, ...]
 
     def stacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the merged blocks of all layers, from stacks of their cores, gains and gates."""
-        return self._blocks(tensors, 1)
+        blocks = self._blocks(tensors, 1)
+        return [
+            pad_to(block, (len(block), self.padded_ranks[first], *block.shape[2:-1], self.padded_ranks[last + 1]))
+            for block, (first, last) in zip(blocks, map(block_ends, self.trees), strict=True)
+        ]
 
     def alone(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the merged blocks of one layer, from its cores, gain and gates."""
@@ -253,6 +261,15 @@ def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     # One launch for all, where padding each takes one per tensor.
     foreach_copy_([_shrink_to(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors))
     return stack
+
+
+def _unstack(stack: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the tensors of a stack without padding; contiguous, or autograd would copy each."""
+    if all(shape == stack.shape[1:] for shape in shapes):
+        return list(stack.unbind())
+    tensors = [stack.new_empty(shape) for shape in shapes]
+    foreach_copy_(tensors, [_shrink_to(row, shape) for row, shape in zip(stack, shapes, strict=True)])
+    return tensors
 
 
 def _shrink_to(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -311,8 +328,11 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     found = iter(torch.autograd.grad(blocks, trained, stacked, retain_graph=True, allow_unused=True))
     by_stack = [next(found) if stack.requires_grad else None for stack in ctx.stacks]
     is_used = [any(grad is not None for grad in grads[i::count]) for i in range(count)]
-    rows = [stack[i] if is_used[i] and stack is not None else None for i in range(count) for stack in by_stack]
-    return [None if row is None else _shrink_to(row, own.shape) for row, own in zip(rows, ctx.tensors, strict=True)]
+    by_tensor = [
+        [None] * count if stack is None else _unstack(stack, [own.shape for own in ctx.tensors[i :: len(by_stack)]])
+        for i, stack in enumerate(by_stack)
+    ]
+    return [own[i] if is_used[i] else None for i in range(count) for own in by_tensor]
 
 
 def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
