@@ -80,7 +80,7 @@ def as_on_a_gpu(launched: Counter[str], *, fused: bool) -> Iterator[None]:
 
 
 def remove_ranks(model: nn.Module) -> None:
-    """Leave other ranks in each layer: between 40 and 100 % of those of each bond."""
+    """Remove another fraction of the ranks, up to 60 %, in each layer."""
     layers = [layer for layer in model.modules() if isinstance(layer, TTLayer)]
     for number, layer in enumerate(layers):
         kept = 0.4 + 0.6 * (number * 7 % len(layers)) / len(layers)

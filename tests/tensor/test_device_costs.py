@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import scantling as sc
 from scantling.tensor import costs
@@ -135,8 +136,57 @@ def test_the_faster_one_is_kept(measured: list[torch.device], monkeypatch: pytes
     assert not is_faster("fast", "third")
 
 
+def test_a_failed_measurement_does_not_stop_training(
+    measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(work: Any) -> float:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(costs, "_captured_seconds", fail)
+    for _ in range(2):
+        assert not costs.is_faster(GPU, "large", lambda: lambda: None, lambda: lambda: None)
+    assert caplog.text.count("cannot time large") == 1
+    assert not (tmp_path / "device-costs.json").exists()
+
+
 @pytest.mark.gpu
 def test_costs_of_this_gpu() -> None:
     found = costs._measure(torch.device("cuda"))
     assert 2.0**3 <= found.element <= 2.0**12
     assert 2.0**20 <= found.launch <= 2.0**40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_measure_this_gpu(compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The values are those of a CPU, eager, compiled and in a CUDA graph, and a second process measures nothing."""
+    monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "_measured", {})
+    torch.manual_seed(0)
+    model = sc.tensorize(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), rank=20, filter_fn=lambda *_: True)
+    x = torch.randn(500, 256)
+    expected = model(x)
+    expected.square().sum().backward()
+    wanted = [None if param.grad is None else param.grad.cuda() for param in model.parameters()]
+    model.cuda()
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    for _ in range(2):
+        model.zero_grad()
+        found = run(x.cuda())
+        found.square().sum().backward()
+        torch.testing.assert_close(found, expected.cuda(), rtol=1e-3, atol=1e-4)
+        for param, other in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(param.grad, other, rtol=1e-2, atol=1e-3 * float(wanted[0].abs().max()))
+    names = json.loads((tmp_path / "device-costs.json").read_text())
+    assert any("products" in name for name in names)
+    if not compiled:
+        assert any("product 512 x 256" in name for name in names)
+        static, graph = x.cuda(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(static)
+        graph.replay()
+        torch.testing.assert_close(captured, found)
+        monkeypatch.setattr(costs, "_measured", {})
+        monkeypatch.setattr(costs, "_measure", None)
+        monkeypatch.setattr(costs, "_captured_seconds", None)
+        torch.testing.assert_close(model(static), found)

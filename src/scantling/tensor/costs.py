@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scantling.errors import UserError
+from scantling.errors import UserError, first_line
 from scantling.files import cache_root, read_json_object, write_json
 from scantling.numerics.device import is_capturing
 
@@ -48,6 +48,7 @@ TYPICAL_GPU = DeviceCosts(element=256.0, launch=2.0**31, rank_multiple=16)
 """Costs of a GPU that cannot be measured now: 400 T bf16 multiplications and 3 TB a second, 5 us a launch."""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def device_costs(device: torch.device) -> DeviceCosts:
     """Return the costs of a device; those of a GPU are measured the first time it is used."""
     if device.type != "cuda":
@@ -76,7 +77,12 @@ def is_faster(
         times = {"kernel_s": _captured_seconds(kernel()), "torch_s": _captured_seconds(other())}
         return {**times, "ratio": times["kernel_s"] / times["torch_s"]}
 
-    return bool(_measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0))
+    try:
+        return bool(_measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0))
+    except RuntimeError as error:  # such as too little memory for the inputs
+        logger.warning("cannot time %s, torch's operations are taken: %s", name, first_line(error))
+        _measured[_key(device, name)] = False
+        return False
 
 
 def _measured_once(
@@ -90,7 +96,7 @@ def _measured_once(
         measure: function that takes it.
         read: function that maps the measured values to the result.
     """
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name}"
+    key = _key(device, name)
     if key not in _measured:
         if is_capturing(device):  # a capture cannot wait for a measurement
             return None
@@ -103,6 +109,10 @@ def _measured_once(
             _measured[key] = read(**values)
             _write(path, key, values)
     return _measured[key]
+
+
+def _key(device: torch.device, name: str) -> str:
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name}"
 
 
 def _write(path: Path, key: str, values: dict[str, float]) -> None:
@@ -155,7 +165,8 @@ def _captured_seconds(work: Callable[[], object], times: int = 10) -> float:
         work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads, such as one that pins memory, may go on.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(times):
             work()
     return _seconds(graph.replay, 3) / times

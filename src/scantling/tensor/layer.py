@@ -353,7 +353,7 @@ class TTLayer(nn.Module):
         """
         trees = [step.tree for step in self._best_orders("once", False)[-1][1]]
         num_products = sum(len(core_indices(tree)) - 1 for tree in trees)
-        launches = device_costs(self.log_gain.device).launch * num_products
+        launches: float = device_costs(self.log_gain.device).launch * num_products
         return launches + num_layers * merge_macs(self.network_at(ranks), trees)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _is_faster(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, dtype: torc
         return lambda: torch.autograd.grad(function(*drawn), trained, upstream)
 
     name = f"product {tokens} x {x.shape[1]} x {a.shape[1]} x {b.shape[1]}, {dtype}, bias {bias is not None}"
-    with without_saving_hooks():  # a checkpoint would count what the work saves
+    with without_saving_hooks():  # a checkpoint would count the tensors that the work saves
         return is_faster(x.device, name, lambda: work(_LowRankProduct.apply), lambda: work(_in_torch))
 
 
