@@ -113,7 +113,7 @@ def test_the_faster_one_is_kept(measured: list[torch.device], monkeypatch: pytes
     times: dict[Any, float] = {"fast": 1.0, "slow": 2.0}
     timed: list[Any] = []
 
-    def seconds(work: Any) -> float:
+    def seconds(work: Any, _: Any) -> float:
         timed.append(work)
         return times[work]
 
@@ -139,7 +139,7 @@ def test_the_faster_one_is_kept(measured: list[torch.device], monkeypatch: pytes
 def test_a_failed_measurement_does_not_stop_training(
     measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(work: Any) -> float:
+    def fail(*_: Any) -> float:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(costs, "_captured_seconds", fail)

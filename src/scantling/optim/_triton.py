@@ -286,8 +286,7 @@ class BatchStages:
         for index, layout, row in zip(self.indices, self._layouts, fields, strict=True):
             # `FIELDS` begins with the addresses of the layout, and the gradient.
             sources = _mean_sources(layout)
-            step = layout.state["step"].data_ptr()
-            first = *(layout.pointers or ()), 0, *sources, index, _mean_length(layout), step
+            first = *(layout.pointers or ()), 0, *sources, index, _mean_length(layout)
             row[: len(first) + 3] = *first, *(layout.place or ())
         return fields
 

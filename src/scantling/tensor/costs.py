@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from scantling.errors import UserError, first_line
+from scantling.errors import RunError, UserError, first_line
 from scantling.files import cache_root, read_json_object, write_json
-from scantling.numerics.device import is_capturing
+from scantling.numerics.device import is_capturing, without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ def is_faster(
     """
 
     def measure() -> dict[str, float]:
-        times = {"kernel_s": _captured_seconds(kernel()), "torch_s": _captured_seconds(other())}
+        times = {"kernel_s": _captured_seconds(kernel(), device), "torch_s": _captured_seconds(other(), device)}
         return {**times, "ratio": times["kernel_s"] / times["torch_s"]}
 
     try:
         return bool(_measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0))
-    except RuntimeError as error:  # such as too little memory for the inputs
+    except Exception as error:  # too little memory for the inputs, or from Triton and its compilers
         logger.warning("cannot time %s, torch's operations are taken: %s", name, first_line(error))
         _measured[_key(device, name)] = False
         return False
@@ -124,7 +124,7 @@ def _write(path: Path, key: str, values: dict[str, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**known, key: values})
-    except OSError as error:
+    except (OSError, RunError) as error:
         logger.warning("cannot write %s (%s): the next process measures the costs of products again", path, error)
 
 
@@ -134,12 +134,13 @@ def _measure(device: torch.device) -> DeviceCosts:
 
     They are rounded to powers of 2, so that two measurements of one kind of GPU hardly ever differ.
     """
-    size = 4096
-    large, small = (torch.zeros(n, n, dtype=torch.bfloat16, device=device) for n in (size, 32))
-    wide = torch.zeros(1 << 26, dtype=torch.bfloat16, device=device)
-    per_mac = _seconds(lambda: torch.mm(large, large), 10) / size**3
-    per_element = _seconds(lambda: wide.add_(1.0), 10) / (2 * wide.numel())
-    per_launch = _seconds(lambda: torch.mm(small, small), 200)
+    with torch.cuda.device(device), without_autocast(device):
+        size = 4096
+        large, small = (torch.zeros(n, n, dtype=torch.bfloat16, device=device) for n in (size, 32))
+        wide = torch.zeros(1 << 26, dtype=torch.bfloat16, device=device)
+        per_mac = _seconds(lambda: torch.mm(large, large), 10) / size**3
+        per_element = _seconds(lambda: wide.add_(1.0), 10) / (2 * wide.numel())
+        per_launch = _seconds(lambda: torch.mm(small, small), 200)
     return DeviceCosts(_power_of_two(per_element / per_mac), _power_of_two(per_launch / per_mac), rank_multiple=16)
 
 
@@ -159,17 +160,18 @@ def _power_of_two(value: float) -> float:
     return 2.0 ** round(log2(max(value, 1.0)))
 
 
-def _captured_seconds(work: Callable[[], object], times: int = 10) -> float:
+def _captured_seconds(work: Callable[[], object], device: torch.device, times: int = 10) -> float:
     """Return the time of some work in a CUDA graph, so that the time to launch it from Python does not count."""
-    for _ in range(2):  # compiles kernels
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as one that pins memory, may go on.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(times):
+    with torch.cuda.device(device):
+        for _ in range(2):  # compiles kernels
             work()
-    return _seconds(graph.replay, 3) / times
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that pins memory, may go on.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(times):
+                work()
+        return _seconds(graph.replay, 3) / times
 
 
 _measured: dict[str, Any] = {}

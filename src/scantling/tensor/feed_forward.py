@@ -42,6 +42,10 @@ _TWO_LAYERS = {
 }
 """Classes of transformers that apply a layer, an activation, another layer and perhaps dropout."""
 _GATED = ("gate_proj", "up_proj", "down_proj")
+_GATED_CLASSES = frozenset(
+    ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "OlmoMLP", "Olmo2MLP")
+)
+"""Classes of transformers that compute down(f(gate(x)) * up(x)) and nothing else; others scale, clamp or drop."""
 _ACTIVATIONS = ("act_fn", "act", "activation_fn")
 
 
@@ -110,7 +114,7 @@ def _find_layers(module: nn.Module) -> tuple[tuple[Any, ...], Any, Callable[[Ten
     if name is None:
         return None
     rest, activation = children.keys() - {name}, getattr(module, name)
-    if rest == set(_GATED) and not hasattr(module, "activation_sparsity"):
+    if type(module).__name__ in _GATED_CLASSES and rest == set(_GATED):
         return tuple(children[name] for name in _GATED), activation, lambda y, _: y
     names = _TWO_LAYERS.get(type(module).__name__)
     if names is None or not set(names) <= rest <= {*names, "dropout"}:

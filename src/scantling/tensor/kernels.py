@@ -30,7 +30,7 @@ def _activate(z, activation: tl.constexpr):
     elif activation == "gelu_tanh":
         return 0.5 * z * (1.0 + _tanh(0.7978845608028654 * (z + 0.044715 * z * z * z)))
     else:
-        return tl.maximum(z, 0.0)
+        return tl.where(z > 0.0, z, z * 0.0)  # NaN stays NaN
 
 
 @triton.jit

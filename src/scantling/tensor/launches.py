@@ -12,8 +12,8 @@ from scantling.numerics.device import has_kernels
 from scantling.numerics.torch_private import is_in_functorch
 
 DEVICES = ("cuda",)
-MAX_RANK = 128
-"""Largest rank whose tiles fit into the registers of a program."""
+MAX_RANK = 64
+"""Largest rank whose tiles fit into the registers and the shared memory of all GPUs."""
 PROGRAMS = 128
 """Programs that keep a GPU busy; with fewer tiles of tokens, several programs share the work of a tile."""
 LEAST_PARTS = 8
@@ -25,7 +25,9 @@ def can_launch(x: Tensor, dtype: torch.dtype) -> bool:
     """True if kernels with gradients can take tokens x in a dtype, here and now."""
     if x.device.type not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    is_known = dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
+    # Products of fp32 values without TF32 take too many registers on a GPU.
+    is_slow = dtype == torch.float32 and precision() == "ieee" and x.is_cuda
+    is_known = dtype in (torch.float32, torch.bfloat16) and x.numel() > 0 and not is_slow
     return is_known and not is_in_functorch() and has_kernels(x.device)
 
 
@@ -93,4 +95,4 @@ class PartialSums:
 
 def precision() -> str:
     """Return how kernels multiply fp32 values."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -19,14 +19,13 @@ from scantling.optim import codecs
 from scantling.optim.state import POINTERS
 
 FIELDS = (
-    *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "step", "start", "whole_rows", "whole_cols"),
+    *(*POINTERS, "grad", "mean", "res_mean", "param_idx", "mean_length", "start", "whole_rows", "whole_cols"),
     *("rows", "cols", "matrices", "first", "down", "across", "row_part", "col_part", "first_matrix"),
 )
 """Columns of the int64 table, one row for each parameter: addresses, with `mean` and `res_mean` for the averages whose
-mean is that of the matrix; index in the optimizer; number of these averages in a matrix; address of the step counter;
-index of the first element in the whole parameter, which may be sharded; sizes of the whole matrix and of this one;
-first tile; tiles down and across a matrix; first partial sum over rows and over columns; first of its matrices among
-all."""
+mean is that of the matrix; index in the optimizer; number of these averages in a matrix; index of the first element in
+the whole parameter, which may be sharded; sizes of the whole matrix and of this one; first tile; tiles down and across
+a matrix; first partial sum over rows and over columns; first of its matrices among all."""
 VALUES = (
     *("row_beta2", "row_eps2", "row2", "col_beta2", "col_eps2", "col2"),
     *("row_beta3", "row_eps3", "row3", "col_beta3", "col_eps3", "col3"),
