@@ -23,7 +23,6 @@ model of word counts. Results are lines of benchmarks/results/intent-accuracy.js
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 from dated import RESULTS, dated, write
 from finetune_data import TASKS, similar_lengths
-from interleaved import ratio
+from interleaved import ratio, take_turns
 from resumable import Grid, Ledger, Line, Spec, command_line, interval, side_by_side, spec_key, threads_a_job
 from small_models import printed, rate_factors, run_facts
 from torch import Tensor, nn
@@ -531,20 +530,13 @@ def fit_bag(spec: Spec, weight_decay: float, *, dev: bool) -> tuple[float, int]:
 def time_rows(rows: Sequence[str], size: str, rounds: int) -> dict[str, Any]:
     """Return the times of the steps of all rows, which take turns with the same batches.
 
-    Rows with a size target have all their ranks yet, and gates on them.
+    Rows with a size target still have all their ranks, and gates on them.
     """
     rates = {"lr": 1e-3, "layers_ratio": 1.0, "embedding_ratio": 1.0}
     steps = WARM_UP_ROUNDS + rounds
     specs = {row: make_spec(ROWS[row], rates, size, data=DATA[0], dev=True, seed=0, steps=10 * steps) for row in rows}
     runs = {row: train(spec) for row, spec in specs.items()}
-    times: dict[str, list[float]] = {row: [] for row in rows}
-    order = random.Random(0)
-    for number in range(steps):
-        for row in order.sample(list(rows), len(rows)):
-            began = time.perf_counter()
-            next(runs[row])
-            if number >= WARM_UP_ROUNDS:
-                times[row].append(time.perf_counter() - began)
+    times = take_turns({row: partial(next, run) for row, run in runs.items()}, rounds, warmup=WARM_UP_ROUNDS)
     found = {row: ratio(own, times["dense"]) for row, own in times.items()}
     for row, own in found.items():
         print(f"{row:20} {own['ratio']:5.2f} of the time of dense {own['ratio_95']}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
-from scantling.tensor import launches, linear, low_rank_product
+from scantling.tensor import launches, low_rank_product
 from scantling.tensor.contraction import Step
 from scantling.tensor.low_rank_product import _in_torch, _LowRankProduct, fused_product
 from tests.kernels import compile_for_gpus
@@ -28,8 +28,7 @@ CASES = [
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
-    for module in (launches, linear):
-        monkeypatch.setattr(module, "DEVICES", devices)
+    monkeypatch.setattr(launches, "DEVICES", devices)
 
 
 @pytest.fixture(autouse=True)

@@ -285,8 +285,7 @@ class BatchStages:
             fields[:, names.index(name)] = column
         for index, layout, row in zip(self.indices, self._layouts, fields, strict=True):
             # `FIELDS` begins with the addresses of the layout, and the gradient.
-            sources = _mean_sources(layout)
-            first = *(layout.pointers or ()), 0, *sources, index, _mean_length(layout)
+            first = *(layout.pointers or ()), 0, *_mean_sources(layout), index, _mean_length(layout)
             row[: len(first) + 3] = *first, *(layout.place or ())
         return fields
 
@@ -472,7 +471,8 @@ class FlatCopies:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         first = tensors[0]
-        self._tensors, self._kind = list(tensors), triton_dtype(first.dtype)
+        self._tensors = list(tensors)  # kept alive: the kernels know only their addresses
+        self._kind = triton_dtype(first.dtype)
         lengths = np.array([tensor.numel() for tensor in tensors], dtype=np.int64)
         programs = -(-lengths // _MATRIX)
         addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)

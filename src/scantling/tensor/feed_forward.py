@@ -22,9 +22,8 @@ from scantling.tensor.launches import (
     MAX_RANK,
     TOKEN_TILE,
     PartialSums,
-    can_launch,
     chunk_side,
-    compute_dtype,
+    launch_dtype,
     num_splits,
     precision,
     tile_side,
@@ -63,10 +62,6 @@ class _Parts:
     activation: str
     finish: Callable[[Tensor, Tensor], Tensor]
 
-    @property
-    def down(self) -> TTLinear:
-        return self.layers[-1]
-
 
 def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return the output of a feed-forward layer; it stores only states of one rank width for the backward pass.
@@ -80,17 +75,19 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
         layers are not low-rank in two factors of at most `MAX_RANK`; also in compiled code, inside `torch.func` or
         without gradients.
     """
-    parts, num_tokens, dtype = _find_parts(module), x.shape[:-1].numel(), compute_dtype(x)
-    if parts is None or not can_launch(x, dtype):
+    dtype = launch_dtype(x)
+    parts = None if dtype is None else _find_parts(module)
+    if parts is None:
         return None
+    num_tokens, (*widening, down) = x.shape[:-1].numel(), parts.layers
     if not all(layer.is_pair(num_tokens) and layer.middle_rank <= MAX_RANK for layer in parts.layers):
         return None
-    a, finish = parts.down.factors(num_tokens)
-    paths = [(*layer.first_factor(x), layer.bias) for layer in parts.layers[:-1]]
+    a, finish = down.factors(num_tokens)
+    paths = [(*layer.first_factor(x), layer.bias) for layer in widening]
     operands = [None if value is None else value.to(dtype) for path in paths for value in path]
     with without_autocast(x.device):
         h2 = _ContractHidden.apply(parts.activation, a.to(dtype), *operands)  # type: ignore[no-untyped-call]
-    return parts.finish(finish(h2).view(*x.shape[:-1], parts.down.out_features), x)
+    return parts.finish(finish(h2).view(*x.shape[:-1], down.out_features), x)
 
 
 def _find_parts(module: nn.Module) -> _Parts | None:
@@ -177,18 +174,16 @@ class _Launch:
         paths: state, matrix and bias of the gate, if there is one, and of the layer itself.
     """
 
-    def __init__(self, activation: str, a: Tensor, paths: Sequence[Tensor | None]) -> None:
+    def __init__(self, activation: str, a: Tensor, paths: Sequence[Any]) -> None:
         # Kernels read rows of any distance, but their elements must be neighbors.
-        *gate, state, b, bias = (None if value is None else with_dense_rows(value) for value in paths)
+        operands: list[Any] = [None if value is None else with_dense_rows(value) for value in paths]
+        *gate, state, b, bias = operands
         a = with_dense_rows(a)
         # Without a gate or a bias, the kernels read none; any pointer will do.
         gate_state, gate_b, gate_bias = gate or (state, b, bias)
         self._has_gate, self._has_bias = bool(gate), bias is not None
-        assert state is not None
-        assert b is not None
-        assert gate_state is not None
-        assert gate_b is not None
-        self._state, self._tokens, self._width = state, *state.shape
+        self._state: Tensor = state
+        self._tokens, self._width = self._state.shape
         self._hidden, self._out_width = a.shape
         tiles = {"width_tile": tile_side(self._width), "out_tile": tile_side(self._out_width)}
         hidden_tile = chunk_side(*tiles.values())

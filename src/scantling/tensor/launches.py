@@ -21,20 +21,16 @@ LEAST_PARTS = 8
 TOKEN_TILE = 64
 
 
-def can_launch(x: Tensor, dtype: torch.dtype) -> bool:
-    """True if kernels with gradients can take tokens x in a dtype, here and now."""
-    if x.device.type not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
+def launch_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype, that of autocast if it is on, in which kernels take tokens x; None if they cannot."""
+    kind = x.device.type
+    if kind not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     # Products of fp32 values without TF32 take too many registers on a GPU.
     is_slow = dtype == torch.float32 and precision() == "ieee" and x.is_cuda
     is_known = dtype in (torch.float32, torch.bfloat16) and x.numel() > 0 and not is_slow
-    return is_known and not is_in_functorch() and has_kernels(x.device)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products with x: that of autocast, if it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return dtype if is_known and not is_in_functorch() and has_kernels(x.device) else None
 
 
 def with_dense_rows(matrix: Tensor) -> Tensor:

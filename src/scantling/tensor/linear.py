@@ -29,7 +29,6 @@ from scantling.groups import MatrixDims, Role
 from scantling.tensor.contraction import Chain, Plan, Step, best_plan, contract, core_indices, make_plan
 from scantling.tensor.cores import clip_ranks, dense, random_cores
 from scantling.tensor.costs import device_costs
-from scantling.tensor.launches import DEVICES
 from scantling.tensor.layer import TTLayer
 from scantling.tensor.lazy_weight import LazyWeight
 from scantling.tensor.low_rank_product import fused_product
@@ -261,7 +260,7 @@ class TTLinear(TTLayer):
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         if self.formats is None:
-            fused = fused_product(state, blocks, steps, bias) if state.device.type in DEVICES else None
+            fused = fused_product(state, blocks, steps, bias)
             return contract(state, blocks, steps, out_size, bias) if fused is None else fused
         y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply))
         return y if bias is None else y + bias.to(y.dtype)

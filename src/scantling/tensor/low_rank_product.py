@@ -20,9 +20,8 @@ from scantling.tensor.launches import (
     MAX_RANK,
     TOKEN_TILE,
     PartialSums,
-    can_launch,
     chunk_side,
-    compute_dtype,
+    launch_dtype,
     num_splits,
     precision,
     tile_side,
@@ -43,11 +42,16 @@ def fused_product(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], bi
     Returns:
         None for other orders, if the kernels cannot run here, or if they are slower than torch's operations.
     """
-    if len(steps) != 2 or any(step.leading * step.trailing > 1 for step in steps) or steps[1].inner > MAX_RANK:
+    dtype = launch_dtype(x)
+    if (
+        dtype is None
+        or len(steps) != 2
+        or any(step.leading * step.trailing > 1 for step in steps)
+        or steps[1].inner > MAX_RANK
+    ):
         return None
-    dtype = compute_dtype(x)
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True))
-    if not can_launch(x, dtype) or not _is_faster(x, a, b, bias, dtype):
+    if not _is_faster(x, a, b, bias, dtype):
         return None
     operands = [None if value is None else value.to(dtype) for value in (x, a, b, bias)]
     with without_autocast(x.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
 
@@ -55,17 +56,16 @@ def checkpoint_activations(model: Any, which: bool | Literal["feed_forward"] = T
 
 # Methods, which copies of a model bind to the copy.
 def _recompute(module: nn.Module, *args: Any, **options: Any) -> Any:
-    found = fused_feed_forward(module, args[0]) if len(args) == 1 and not options else None
-    if found is not None:
-        return found
-    return checkpoint(type(module).forward, module, *args, use_reentrant=False, **options)
+    return _fuse_or_checkpoint(type(module).forward, module, *args, **options)
 
 
 def _recompute_chunk(module: Any, hidden: Tensor) -> Any:
-    found = fused_feed_forward(module, hidden)
-    if found is not None:
-        return found
-    return checkpoint(type(module).feed_forward_chunk, module, hidden, use_reentrant=False)
+    return _fuse_or_checkpoint(type(module).feed_forward_chunk, module, hidden)
+
+
+def _fuse_or_checkpoint(function: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+    fused = fused_feed_forward(module, args[0]) if len(args) == 1 and not options else None
+    return checkpoint(function, module, *args, use_reentrant=False, **options) if fused is None else fused
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
