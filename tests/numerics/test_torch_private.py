@@ -178,7 +178,7 @@ def test_functorch_transforms_are_seen() -> None:
     seen: list[tuple[bool, bool]] = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append((torch_private.is_in_functorch(), torch_private.is_batched(x)))
+        seen.append((torch_private.is_in_transform(), torch_private.is_batched(x)))
         return x.sum()
 
     x = torch.ones(3, 2)
@@ -187,6 +187,29 @@ def test_functorch_transforms_are_seen() -> None:
     torch.func.vmap(function)(x)
     torch.func.vmap(torch.func.grad(function))(x)
     assert seen == [(False, False), (True, False), (True, True), (True, True)]
+
+
+def test_forward_mode_and_batched_gradients_are_seen() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.is_in_transform()
+    assert not torch_private.is_in_transform()
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2.0
+    y.register_hook(lambda grad: seen.append(torch_private.is_batched(grad)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_dispatch_modes_are_seen_and_left() -> None:
+    assert not torch_private.is_in_dispatch_mode()
+    with torch_private.FakeTensorMode():
+        assert torch_private.is_in_dispatch_mode()
+        with torch_private.without_dispatch_modes():
+            assert not torch_private.is_in_dispatch_mode()
+            assert type(torch.ones(1)) is Tensor
+        assert torch_private.is_in_dispatch_mode()
 
 
 def test_fake_tensors_and_dispatch_modes_see_operations() -> None:
@@ -279,6 +302,27 @@ def test_module_hooks_are_shared_and_removed() -> None:
     events.clear()
     target(torch.ones(1, 2))
     assert events == []
+
+
+def test_calls_that_run_the_forward_of_a_class_alone_are_told_apart() -> None:
+    def hook(*_: Any) -> None: ...
+
+    def with_hook(register: str) -> nn.Module:
+        module = nn.Linear(2, 2)
+        getattr(module, register)(hook)
+        return module
+
+    assert torch_private.runs_own_forward(nn.Linear(2, 2))
+    forward, backward = ("register_forward_hook", "register_forward_pre_hook"), ("backward_hook", "backward_pre_hook")
+    for register in (*forward, *(f"register_full_{name}" for name in backward)):
+        assert not torch_private.runs_own_forward(with_hook(register)), register
+    replaced = nn.Linear(2, 2)
+    replaced.forward = replaced.forward  # type: ignore[method-assign]
+    assert not torch_private.runs_own_forward(replaced)
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    assert not torch_private.runs_own_forward(nn.Linear(2, 2))
+    handle.remove()
+    assert torch_private.runs_own_forward(nn.Linear(2, 2))
 
 
 def test_load_state_dict_pre_hooks_are_removed() -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import scantling as sc
+from scantling.errors import RunError
+from scantling.numerics.torch_private import FakeTensorMode, is_in_dispatch_mode
 from scantling.tensor import costs
 from scantling.tensor.contraction import MAX_OVERHEAD, Chain, best_plan, can_keep, make_plan, make_steps
 from scantling.tensor.costs import CPU, TYPICAL_GPU, DeviceCosts, device_costs
@@ -88,11 +96,19 @@ def test_damaged_costs_are_measured_again(content: str, measured: list[torch.dev
     assert json.loads((tmp_path / "device-costs.json").read_text())[KEY]["element"] == 128.0
 
 
+@pytest.mark.parametrize("error", [None, RunError("the disk is full")])
 def test_costs_that_cannot_be_written(
-    measured: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: RunError | None,
+    measured: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path / "file"))
+    if error is None:
+        monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path / "file"))
+    else:
+        monkeypatch.setattr(costs, "write_json", Mock(side_effect=error))
     assert device_costs(GPU).element == 128.0
     assert "cannot write" in caplog.text
 
@@ -147,6 +163,64 @@ def test_a_failed_measurement_does_not_stop_training(
         assert not costs.is_faster(GPU, "large", lambda: lambda: None, lambda: lambda: None)
     assert caplog.text.count("cannot time large") == 1
     assert not (tmp_path / "device-costs.json").exists()
+
+
+def test_a_dispatch_mode_sees_no_measurement(measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations of a measurement must not be counted, and must not run on fake tensors."""
+    seen: list[bool] = []
+    monkeypatch.setattr(costs, "_measure", lambda _: seen.append(is_in_dispatch_mode()) or DeviceCosts(128.0))
+    with FakeTensorMode(), FlopCounterMode(display=False):
+        assert device_costs(GPU).element == 128.0
+    assert seen == [False]
+
+
+def test_threads_measure_once(measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass does not wait: the measurement may need the thread that runs it."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def measure(device: torch.device) -> DeviceCosts:
+        measured.append(device)
+        started.set()
+        assert go_on.wait(20.0)
+        return DeviceCosts(64.0)
+
+    monkeypatch.setattr(costs, "_measure", measure)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(device_costs, GPU)
+        assert started.wait(20.0)
+        second = pool.submit(device_costs, GPU)
+        found: list[DeviceCosts] = []
+        x = torch.ones(1, requires_grad=True)
+        y = x * 2.0
+        y.register_hook(lambda _: found.append(device_costs(GPU)))
+        y.backward()
+        go_on.set()
+        assert first.result() == second.result() == DeviceCosts(64.0)
+    assert found == [TYPICAL_GPU]
+    assert measured == [GPU]
+
+
+def test_measurements_use_their_own_gpu_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several GPUs, the current one may be another."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def seconds(work: Any, times: int) -> float:
+        assert current == [GPU]
+        assert not torch.is_autocast_enabled("cuda")
+        return 1e-6 * times
+
+    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(costs, "_seconds", seconds)
+    monkeypatch.setattr(torch, "zeros", lambda *size, **_: Mock(numel=lambda: 1 << 26))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert costs._measure(GPU).rank_multiple == 16
+    assert current == []
 
 
 @pytest.mark.gpu

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.utils.flop_counter import FlopCounterMode
 
 import scantling as sc
-from scantling.tensor import costs, feed_forward, launches, low_rank_product
-from scantling.tensor.feed_forward import _activation_name, _ContractHidden, _find_parts, fused_feed_forward
+from scantling.tensor import costs, feed_forward, launches
+from scantling.tensor.feed_forward import (
+    _FUNCTIONS,
+    _activation_name,
+    _contract_in_torch,
+    _ContractHidden,
+    _find_parts,
+    fused_feed_forward,
+)
 from scantling.tensor.linear import TTLinear
 from scantling.trainer.models.checkpointing import checkpoint_activations
 from tests.kernels import compile_for_gpus
@@ -77,7 +87,8 @@ def stored_elements(module: Any, x: Tensor, function: Any) -> int:
 @pytest.fixture(autouse=True)
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "DEVICES", (DEVICE,))
-    monkeypatch.setattr(low_rank_product, "is_faster", lambda *_: False)  # without the kernels of other layers
+    # Without the kernels of other layers.
+    monkeypatch.setattr(launches, "is_faster", lambda _, name, *rest: " layer of " in name)
 
 
 def make_input(*shape: int) -> Tensor:
@@ -163,6 +174,43 @@ def test_layers_of_a_model_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(runs[0], runs[2], 1e-4)
 
 
+class Subclass(Tensor):
+    """Tensor whose values may lie elsewhere."""
+
+
+def test_slower_or_broken_kernels_are_left_to_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real timing runs, on a clock of this test."""
+    seconds = [1.0, 2.0]  # of the kernels, then of a checkpoint
+
+    def time_work(work: Any, _: Any) -> float:
+        work()
+        seconds.reverse()
+        return seconds[-1]
+
+    monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "_captured_seconds", time_work)
+    monkeypatch.setattr(costs, "_key", lambda device, name: name)
+    monkeypatch.setattr(launches, "is_faster", costs.is_faster)
+    module, x = make_module("llama"), make_input(TOKENS)
+    expected = gradients(module, run(module, x), x)
+    for kernel_seconds, error in ((1.0, None), (3.0, None), (1.0, RuntimeError("out of resource: shared memory"))):
+        monkeypatch.setattr(costs, "_measured", {})
+        (tmp_path / "device-costs.json").unlink(missing_ok=True)
+        seconds[:] = kernel_seconds, 2.0
+        if error is not None:
+            monkeypatch.setattr(feed_forward._Launch, "_launch", Mock(side_effect=error))
+        found = fused_feed_forward(module, x)
+        assert (found is not None) == (kernel_seconds < 2.0 and error is None)
+        if found is not None:
+            assert_close(gradients(module, found, x), expected)
+        model = copy.deepcopy(module)
+        checkpoint_activations(nn.ModuleList([model]), "feed_forward")
+        assert_close(gradients(model, model(x), x), expected)
+    assert "out of resource: shared memory" in caplog.text
+
+
 def test_other_layers_are_left_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     x = make_input(TOKENS)
     dense = MODULES["llama"]().to(DEVICE)
@@ -172,21 +220,37 @@ def test_other_layers_are_left_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) 
     scaled.__class__ = type("FalconH1MLP", (type(scaled),), {})
     trained = make_module("llama")
     trained.act_fn = nn.PReLU()
-    hooked = make_module("llama")
-    hooked.up_proj.register_forward_hook(lambda *_: None)
+    hooked = []
+    for name, part, register in (
+        ("llama", "up_proj", "register_forward_hook"),
+        ("llama", "down_proj", "register_full_backward_hook"),
+        ("llama", "act_fn", "register_forward_pre_hook"),
+        ("bert", "intermediate", "register_forward_hook"),
+        ("bert", "output", "register_full_backward_hook"),
+        ("bert", "intermediate.intermediate_act_fn", "register_forward_hook"),
+        ("bert", "output.dense", "register_forward_hook"),
+    ):
+        hooked.append(make_module(name))
+        assert fused_feed_forward(hooked[-1], x) is not None
+        getattr(hooked[-1].get_submodule(part), register)(lambda *_: None)
+    sharded = make_module("llama")
+    sharded.up_proj.cores[0] = nn.Parameter(sharded.up_proj.cores[0].as_subclass(Subclass))
     unknown = make_module("neox")  # a subclass may compute something else
     unknown.__class__ = type("OtherMLP", (type(unknown),), {})
     mixed = make_module("llama")
     mixed.down_proj = nn.Linear(64, 32)
     other_ranks = make_module("llama")
     other_ranks.up_proj = TTLinear(32, 64, 3, bias=False)
-    for module in (dense, with_child, scaled, trained, hooked, unknown, mixed, other_ranks, nn.Linear(32, 32)):
+    others = (with_child, scaled, trained, unknown, mixed, other_ranks, sharded, nn.Linear(32, 32))
+    for module in (dense, *others, *hooked):
         assert fused_feed_forward(module, x) is None
     module = make_module("llama")
     assert fused_feed_forward(module, x[:0]) is None
     assert fused_feed_forward(module.double(), x.double()) is None
     module.float()
     with torch.no_grad():
+        assert fused_feed_forward(module, x) is None
+    with FlopCounterMode(display=False):  # it would not see the kernels
         assert fused_feed_forward(module, x) is None
 
     def loss(params: dict[str, Tensor]) -> Tensor:
@@ -233,12 +297,6 @@ def make_operands(
     return a, paths
 
 
-FUNCTIONS = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": nn.GELU(approximate="tanh"),
-    "relu": nn.functional.relu,
-}
 CASES = [
     ("silu", {"gate": True, "bias": False}),
     ("silu", {"gate": True, "bias": True, "tokens": 70, "hidden": 130}),
@@ -250,22 +308,12 @@ CASES = [
 ]
 
 
-def contract(activation: str, a: Tensor, *paths: Tensor | None) -> Tensor:
-    """Return h2 in torch's operations."""
-    expanded = [
-        state @ b if bias is None else state @ b + bias
-        for state, b, bias in (paths[i : i + 3] for i in range(0, len(paths), 3))
-    ]
-    value = FUNCTIONS[activation](expanded[0])
-    return (value if len(expanded) == 1 else value * expanded[1]) @ a
-
-
 def apply_both(activation: str, dtype: torch.dtype, **sizes: Any) -> list[list[Tensor | None]]:
     """Return h2 and all gradients from the kernels, and from torch's operations in fp64."""
     sizes = {"tokens": 130, "width": 20, "hidden": 100, "out": 17, **sizes}
     a, paths = make_operands(**sizes, dtype=dtype)
     results = []
-    for function, kind in ((_ContractHidden.apply, dtype), (contract, torch.float64)):
+    for function, kind in ((_ContractHidden.apply, dtype), (_contract_in_torch, torch.float64)):
         operands = [None if one is None else one.to(kind).detach().requires_grad_() for one in (a, *paths)]
         h2 = function(activation, *operands)
         h2.backward(torch.linspace(-1.0, 1.0, h2.numel(), dtype=kind, device=DEVICE).view_as(h2))
@@ -276,6 +324,32 @@ def apply_both(activation: str, dtype: torch.dtype, **sizes: Any) -> list[list[T
 @pytest.mark.parametrize(("activation", "sizes"), CASES)
 def test_kernels_match_torch(activation: str, sizes: dict[str, Any]) -> None:
     assert_close(*apply_both(activation, torch.float32, **sizes))
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_second_derivatives_and_batched_gradients(gate: bool) -> None:
+    a, paths = make_operands(tokens=7, width=5, hidden=9, out=4, gate=gate, bias=True, dtype=torch.float64)
+    results = []
+    for function in (_ContractHidden.apply, _contract_in_torch):
+        operands = [one.detach().requires_grad_() for one in (a, *paths) if one is not None]
+        h2 = function("gelu", *operands)
+        first = torch.autograd.grad(h2.square().sum(), operands, create_graph=True)
+        second = torch.autograd.grad(sum(one.square().sum() for one in first), operands)
+        h2 = function("gelu", *operands)
+        upstream = torch.linspace(-1.0, 1.0, 3 * h2.numel(), dtype=h2.dtype, device=DEVICE).view(3, *h2.shape)
+        results.append([*first, *second, *torch.autograd.grad(h2, operands, upstream, is_grads_batched=True)])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("activation", _FUNCTIONS)
+def test_nan_stays_nan(activation: str) -> None:
+    """A loss that hides a NaN would let a broken run go on."""
+    a, paths = make_operands(tokens=3, width=4, hidden=6, out=5, gate=False, bias=True, dtype=torch.float32)
+    paths[0][1, 2] = torch.nan
+    h2 = _ContractHidden.apply(activation, a.requires_grad_(), *paths)
+    assert torch.equal(h2.isnan().all(1).cpu(), torch.tensor([False, True, False]))
+    h2.sum().backward()
+    assert a.grad.isnan().all()
 
 
 @pytest.mark.gpu
@@ -304,16 +378,18 @@ def test_kernels_compile_for_gpus() -> None:
 
 COMPILE = """
 from scantling.tensor import kernels
+from scantling.tensor.feed_forward import constants
+from scantling.tensor.launches import MAX_RANK
 
 sizes = "tokens hidden width out_width chunks tiles".split()
-for has_gate, activation, side in ((True, "silu", 32), (False, "gelu", 128), (False, "gelu_tanh", 64)):
-    constants = {"activation": activation, "has_gate": has_gate, "has_bias": not has_gate, "precision": "tf32"}
-    constants |= {"token_tile": 64, "hidden_tile": 32, "width_tile": side, "out_tile": side}
+for has_gate, activation, ranks in ((True, "silu", (30, 30)), (True, "gelu_tanh", (MAX_RANK, MAX_RANK)),
+                                    (False, "gelu", (MAX_RANK, 16)), (False, "relu", (16, MAX_RANK))):
+    options = {"activation": activation, "has_gate": has_gate, "has_bias": True}
     for kind in ("*bf16", "*fp32"):
         inputs = ("state", "b", "bias", "gate_state", "gate_b", "gate_bias", "a", "grad")
         types = {name: kind for name in inputs}
         for kernel in (kernels.contract_hidden, kernels.state_gradients, kernels.weight_gradients):
             types |= {name: "i32" for name in kernel.arg_names if name in sizes or "stride" in name}
-            ptx = build(kernel, capability, types, **constants)
+            ptx = build(kernel, capability, types, **{**constants(*ranks), "precision": "tf32"}, **options)
             assert "mma" in ptx, "no tensor cores"
 """

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import scantling as sc
-from scantling.tensor import launches, low_rank_product
+from scantling.numerics.torch_private import FakeTensorMode
+from scantling.tensor import launches
 from scantling.tensor.contraction import Step
 from scantling.tensor.low_rank_product import _in_torch, _LowRankProduct, fused_product
 from tests.kernels import compile_for_gpus
@@ -35,7 +38,7 @@ def set_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
 def fast_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the kernels on this device without timing them."""
     set_devices(monkeypatch, DEVICE)
-    monkeypatch.setattr(low_rank_product, "is_faster", lambda *_: True)
+    monkeypatch.setattr(launches, "is_faster", lambda *_: True)
 
 
 def make_operands(
@@ -122,7 +125,7 @@ def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
                 work()()
         return False
 
-    monkeypatch.setattr(low_rank_product, "is_faster", time_both)
+    monkeypatch.setattr(launches, "is_faster", time_both)
     x, a, b, bias = (one if one is None else one.float() for one in make_operands())
     assert product(x, a, b, bias) is None
     model = make_model()
@@ -130,7 +133,7 @@ def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(tokens, 64, device=DEVICE, requires_grad=True)
         checkpoint(model, x, use_reentrant=False).sum().backward()
     assert len(names) == 1 + 2 * 2
-    assert len({name for name in names if "128 x 64" in name}) == 1
+    assert len({name for name in names if "product of 128 x 64" in name}) == 1
 
 
 def test_ranks_beyond_the_tiles_and_other_dtypes_are_refused() -> None:
@@ -141,6 +144,79 @@ def test_ranks_beyond_the_tiles_and_other_dtypes_are_refused() -> None:
     assert product(x[:0], a, b, bias) is None
     with torch.no_grad():
         assert product(x, a, b, bias) is None
+    assert product(x.as_subclass(Subclass), a, b, bias) is None
+    assert product(x, a.as_subclass(Subclass), b, bias) is None
+    with FlopCounterMode(display=False):  # it would not see the kernels
+        assert product(x, a, b, bias) is None
+    with forward_ad.dual_level():
+        assert product(x, a, b, bias) is None
+
+
+class Subclass(Tensor):
+    """Tensor whose values may lie elsewhere."""
+
+
+def test_second_derivatives_and_batched_gradients() -> None:
+    results = []
+    for function in (_LowRankProduct.apply, _in_torch):
+        x, a, b, bias = operands = [one.detach().requires_grad_() for one in make_operands(tokens=9) if one is not None]
+        y = function(x, a * x.mean(), b, bias)  # one operand depends on another one
+        first = torch.autograd.grad(y.square().sum(), operands, create_graph=True)
+        second = torch.autograd.grad(sum(one.square().sum() for one in first), operands)
+        y = function(*operands)
+        upstream = torch.linspace(-1.0, 1.0, 3 * y.numel(), dtype=y.dtype, device=DEVICE).view(3, *y.shape)
+        results.append([*first, *second, *torch.autograd.grad(y, operands, upstream, is_grads_batched=True)])
+    assert_close(*results)
+
+
+def test_fp32_without_tf32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both settings of TF32 are read, the old one and the new one."""
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="cuda")
+    monkeypatch.setattr(launches, "DEVICES", ("cuda",))
+    monkeypatch.setattr(launches, "has_kernels", lambda _: True)
+    monkeypatch.setattr(launches, "are_plain", lambda *_: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert launches.launch_dtype(x) is None
+        assert launches.launch_dtype(x.bfloat16()) == torch.bfloat16
+        torch.set_float32_matmul_precision("high")
+        assert launches.launch_dtype(x) == torch.float32
+    finally:
+        torch.set_float32_matmul_precision(before)
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = "tf32"
+        assert launches.launch_dtype(x) == torch.float32
+        settings.fp32_precision = "ieee"
+        assert launches.launch_dtype(x) is None
+    finally:
+        settings.fp32_precision = before
+
+
+def test_timings_are_those_of_one_version_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is timed outside of autocast."""
+    names: list[str] = []
+
+    def time_kernel(device: Any, name: str, kernel: Any, other: Any) -> bool:
+        names.append(name)
+        assert not torch.is_autocast_enabled(DEVICE)
+        kernel()()
+        return True
+
+    monkeypatch.setattr(launches, "is_faster", time_kernel)
+    x, a, b, bias = (one if one is None else one.float() for one in make_operands())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        product(x, a, b, bias)
+    monkeypatch.setattr(launches, "precision", lambda: "another")
+    product(x, a, b, bias)
+    monkeypatch.setattr(launches, "_kernels_version", lambda: "another")
+    product(x, a, b, bias)
+    product(x, a, b, None)
+    assert len(set(names)) == 4
+    assert names[0].startswith("product of 128 x 70, 70 x 20, 20 x 90, 90, torch.bfloat16, ")
 
 
 def test_autocast_stays() -> None:
@@ -158,17 +234,18 @@ def test_kernels_compile_for_gpus() -> None:
 
 COMPILE = """
 from scantling.tensor import kernels
+from scantling.tensor.launches import MAX_RANK
+from scantling.tensor.low_rank_product import constants
 
 sizes = "tokens inputs rank outputs width chunks tiles".split()
 for kind in ("*bf16", "*fp32"):
-    for side in (32, 128):
-        tiles = {"precision": "tf32", "token_tile": 64, "chunk_tile": 32, "rank_tile": side}
-        for kernel, constants in (
+    for rank in (30, MAX_RANK):
+        for kernel, options in (
             (kernels.low_rank_product, {"has_bias": True}),
             (kernels.low_rank_input_gradient, {}),
             (kernels.outer_sums, {"has_sums": True}),
         ):
             types = {name: "i32" if name in sizes or "stride" in name else kind for name in kernel.arg_names}
-            ptx = build(kernel, capability, types, **tiles, **constants)
+            ptx = build(kernel, capability, types, **{**constants(rank), "precision": "tf32"}, **options)
             assert "mma" in ptx, "no tensor cores"
 """

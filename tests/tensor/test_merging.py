@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import transformers as hf
 from families import FAMILIES, batch, make_model
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, vmap
@@ -24,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scantling as sc
+from scantling.numerics.torch_private import FakeTensorMode
 from scantling.tensor import contraction, costs, merging
 from scantling.tensor.layer import TTLayer, merge_once, running
 from scantling.tensor.merging import merge_alone
@@ -360,6 +364,30 @@ def test_changed_cores_and_frozen_layers() -> None:
     assert_same(*results)
 
 
+def test_forward_mode_differentiation() -> None:
+    tangents = []
+    for model in pair():
+        with forward_ad.dual_level():
+            duals = {
+                name: forward_ad.make_dual(param, torch.full_like(param, 0.1))
+                for name, param in model.named_parameters()
+            }
+            found = functional_call(model, duals, (IDS,))
+            tangents.append(forward_ad.unpack_dual(found).tangent)
+    torch.testing.assert_close(*tangents)
+
+
+def test_batched_gradients(device: str) -> None:
+    results = []
+    for model in pair(gates=True):
+        remove_ranks(model.up[1], 0.5)
+        y, params = model(IDS), [param for param in model.parameters() if param.requires_grad]
+        upstream = torch.linspace(-1.0, 1.0, 3 * y.numel(), dtype=y.dtype).view(3, *y.shape)
+        found = torch.autograd.grad(y, params, upstream, is_grads_batched=True)
+        results.append(dict(zip(map(str, range(len(found))), found, strict=True)))
+    assert_same(*results)
+
+
 def test_layers_with_other_ranks_merge_alone() -> None:
     stacked, alone = pair()
     for model in (stacked, alone):
@@ -401,6 +429,62 @@ def test_padded_ranks(gates: bool, compiled: bool, monkeypatch: pytest.MonkeyPat
     assert counts[1] == (2 + 4) * 6
     layer = stacked[2]
     assert [tuple(block.shape) for block in layer.blocks(layer.plan(400).steps)] == [(1, 96, 16), (16, 96, 1)]
+
+
+def removed(fractions: list[float]) -> Any:
+    """Return equal layers of which these fractions of the ranks were removed."""
+    model, _ = pair(nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))), rank=20)
+    for layer, fraction in zip(model, fractions, strict=True):
+        remove_ranks(layer, fraction)
+    return model
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_padding_takes_few_operations_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy per tensor would launch as often as merging each layer alone."""
+    monkeypatch.setattr(costs, "CPU", costs.TYPICAL_GPU)
+    monkeypatch.setattr(merging, "_max_numel", lambda device: merging.MAX_NUMEL)
+    monkeypatch.setattr(merging, "_kept", WeakKeyDictionary())
+    monkeypatch.setattr(merging, "is_in_dispatch_mode", lambda: False)  # that of this test
+    x, counts = torch.randn(400, 96), []
+    for fractions in ([0.0] * 6, [0.03 * i for i in range(6)]):  # all layers have one order
+        model = removed(fractions)
+        model(x).sum().backward()
+        kept = {key: paddings for sets in merging._kept[model[0]].values() for key, paddings in sets.items()}
+        assert bool(kept) == any(fractions)
+        assert all(tensor.dtype == torch.int32 for tensors in kept.values() for tensor in tensors)
+        with Operations() as operations:
+            model(x).sum().backward()
+        views = ("view", "t", "transpose", "slice", "select", "expand", "unsqueeze", "_unsafe_view", "permute", "split")
+        counts.append(sum(count for name, count in operations.counts.items() if name not in (*views, "detach")))
+    # Per stack of cores two operations more forward, and one backward.
+    assert counts[1] - counts[0] <= 6 * 3
+    # Paddings of ranks that were removed are dropped.
+    for _ in range(2 * merging.MAX_KEPT_PADDINGS):
+        model.zero_grad()
+        remove_ranks(model[5], 0.2)
+        model(x).sum().backward()
+    assert len(merging._kept[model[0]]) <= merging.MAX_KEPT_PADDINGS
+    del model
+    gc.collect()
+    assert len(merging._kept) == 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_paddings_of_a_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CPU", costs.TYPICAL_GPU)
+    monkeypatch.setattr(merging, "_max_numel", lambda device: merging.MAX_NUMEL)
+    model, x = removed([0.1 * i for i in range(6)]), torch.randn(400, 96)
+    monkeypatch.setattr(merging, "is_capturing", lambda device: True)
+    model(x).sum().backward()
+    first = gradients(model)
+    assert not any(merging._kept[model[0]].values())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(x)
+    monkeypatch.setattr(merging, "is_capturing", lambda device: False)
+    model(x).sum().backward()
+    assert_same(gradients(model), first, 0.0)
+    assert any(merging._kept[model[0]].values())
 
 
 def test_stacks_of_large_layers_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:

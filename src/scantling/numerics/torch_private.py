@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -94,18 +95,29 @@ def saved_tensor_hooks(*, even_if_tracing: bool) -> Any:
 
 
 def is_batched(values: Tensor) -> bool:
-    """True if the values belong to one example inside `torch.func.vmap`, at any level. Nothing public says so."""
+    """True if the values belong to one example inside `torch.func.vmap`, at any level, or to one of batched gradients
+    (`is_grads_batched` of `torch.autograd.grad`). Nothing public says so.
+    """
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(values):
         if functorch.is_batchedtensor(values):
             return True
         values = functorch.get_unwrapped(values)
-    return False
+    return torch._C._dispatch_keys(values).has("Batched")
 
 
-def is_in_functorch() -> bool:
-    """True inside a `torch.func` transform. Nothing public says so."""
-    return torch._C._functorch.maybe_current_level() is not None
+def is_in_transform() -> bool:
+    """True inside a `torch.func` transform or forward-mode differentiation. Nothing public says so."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_in_dispatch_mode() -> bool:
+    """True inside a dispatch mode of this thread, such as one that counts operations. Nothing public says so."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+# A context that leaves all dispatch modes. They can only be left one by one publicly, by the code that entered them.
+without_dispatch_modes = _python_dispatch._disable_current_modes
 
 
 # Keeps a method out of compiled graphs. The public `torch.compiler.disable` imports the whole compiler at once.
@@ -168,9 +180,12 @@ def share_hooks(source: nn.Module, target: nn.Module) -> None:
             vars(target)[name] = vars(source)[name]
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """True if hooks run in the forward pass of a module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def runs_own_forward(module: nn.Module) -> bool:
+    """True if a call of a module runs the `forward` of its class and nothing else: no hook, and no other `forward`."""
+    has_hooks = (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+    return not (has_hooks or "forward" in vars(module) or torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def remove_forward_hooks(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> None:

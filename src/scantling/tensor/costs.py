@@ -8,6 +8,7 @@ once per kind of GPU, in less than a second, and kept in the cache folder.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import log2
@@ -19,6 +20,7 @@ import torch
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import cache_root, read_json_object, write_json
 from scantling.numerics.device import is_capturing, without_autocast
+from scantling.numerics.torch_private import current_backward_id, without_dispatch_modes
 
 logger = logging.getLogger(__name__)
 
@@ -88,27 +90,38 @@ def is_faster(
 def _measured_once(
     device: torch.device, name: str, measure: Callable[[], dict[str, float]], read: Callable[..., Any]
 ) -> Any:
-    """Return a measurement on this kind of GPU, taken by this process, an earlier one, or now; None during a capture.
+    """Return a measurement on this kind of GPU, taken by this process, an earlier one, or now.
 
     Args:
         device: the GPU.
         name: name of the measurement.
         measure: function that takes it.
         read: function that maps the measured values to the result.
+
+    Returns:
+        None if it is not known and cannot be measured now.
     """
     key = _key(device, name)
-    if key not in _measured:
-        if is_capturing(device):  # a capture cannot wait for a measurement
-            return None
-        path = cache_root() / "device-costs.json"
-        try:
-            _measured[key] = read(**read_json_object(path)[key])
-        except (UserError, KeyError, TypeError):  # no such file, or no such entry
-            values = measure()
-            logger.info("measured on %s: %s", key, values)
-            _measured[key] = read(**values)
-            _write(path, key, values)
-    return _measured[key]
+    if key in _measured:
+        return _measured[key]
+    # A capture cannot wait for a measurement. A backward pass cannot wait for the one of another thread, which may need
+    # the thread that runs all backward passes of the device.
+    if is_capturing(device) or not _lock.acquire(blocking=current_backward_id() == -1):
+        return None
+    try:
+        if key not in _measured:
+            path = cache_root() / "device-costs.json"
+            try:
+                _measured[key] = read(**read_json_object(path)[key])
+            except (UserError, KeyError, TypeError):  # no such file, or no such entry
+                with without_dispatch_modes():
+                    values = measure()
+                logger.info("measured on %s: %s", key, values)
+                _measured[key] = read(**values)
+                _write(path, key, values)
+        return _measured[key]
+    finally:
+        _lock.release()
 
 
 def _key(device: torch.device, name: str) -> str:
@@ -174,5 +187,6 @@ def _captured_seconds(work: Callable[[], object], device: torch.device, times: i
         return _seconds(graph.replay, 3) / times
 
 
+_lock = threading.Lock()
 _measured: dict[str, Any] = {}
 """Costs, and which kernels are faster, by GPU and name."""

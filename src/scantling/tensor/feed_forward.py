@@ -4,33 +4,41 @@
 
 or v = f(g1 B_g + b_g) (h1 B1 + b1) with a gate. The hidden layer v is several times as wide as x, while h1 and h2 are
 only one rank wide. One kernel computes h2 from h1, and two compute the gradients, from h1 and v computed again.
+Kernels and a checkpoint are timed once for each shape, see `scantling.tensor.costs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from scantling.numerics.device import device_context, without_autocast
-from scantling.numerics.torch_private import has_forward_hooks
+from scantling.numerics.torch_private import runs_own_forward
 from scantling.tensor.launches import (
+    CHUNK_TILE,
     MAX_RANK,
-    TOKEN_TILE,
     PartialSums,
-    chunk_side,
+    are_kernels_faster,
+    are_plain,
     launch_dtype,
+    needs_torch,
     num_splits,
     precision,
     tile_side,
+    timed_tokens,
+    torch_gradients,
     with_dense_rows,
 )
 from scantling.tensor.linear import TTLinear
 
+TOKEN_TILE = 32
+"""Tokens that a program computes at once."""
 _TWO_LAYERS = {
     "CLIPMLP": ("fc1", "fc2"),
     "GPT2MLP": ("c_fc", "c_proj"),
@@ -72,8 +80,8 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
 
     Returns:
         None if the kernels do not run on this device, do not know the layer's structure or its activation, or its
-        layers are not low-rank in two factors of at most `MAX_RANK`; also in compiled code, inside `torch.func` or
-        without gradients.
+        layers are not low-rank in two factors of at most `MAX_RANK`, or a checkpoint is faster; also in compiled code,
+        inside `torch.func` or without gradients.
     """
     dtype = launch_dtype(x)
     parts = None if dtype is None else _find_parts(module)
@@ -81,6 +89,8 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
         return None
     num_tokens, (*widening, down) = x.shape[:-1].numel(), parts.layers
     if not all(layer.is_pair(num_tokens) and layer.middle_rank <= MAX_RANK for layer in parts.layers):
+        return None
+    if not _is_faster(parts, num_tokens, x.new_empty(0, dtype=dtype)):
         return None
     a, finish = down.factors(num_tokens)
     paths = [(*layer.first_factor(x), layer.bias) for layer in widening]
@@ -90,13 +100,51 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
     return parts.finish(finish(h2).view(*x.shape[:-1], down.out_features), x)
 
 
+def _is_faster(parts: _Parts, num_tokens: int, like: Tensor) -> bool:
+    """True if the kernels take less time than a checkpoint of the same part, for tensors like this one."""
+    *widening, down = parts.layers
+    layer = widening[-1]
+    state, hidden = (timed_tokens(num_tokens), layer.middle_rank), layer.out_features
+    path = state, (layer.middle_rank, hidden), None if layer.bias is None else (hidden,)
+    function = partial(_contract_in_torch, parts.activation)
+    return are_kernels_faster(
+        f"{'gated ' if len(widening) > 1 else ''}{parts.activation} layer",
+        partial(_ContractHidden.apply, parts.activation),
+        partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False),
+        [(hidden, down.middle_rank), *path * len(widening)],
+        like,
+    )
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+"""Activations by the kernels' names."""
+
+
+def _contract_in_torch(activation: str, a: Tensor, *paths: Any) -> Tensor:
+    """Return the same as `_ContractHidden`, by torch's operations."""
+    expanded = []
+    for state, b, bias in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
+        expanded.append(state @ b if bias is None else state @ b + bias)
+    value = _FUNCTIONS[activation](expanded[0])
+    return (value if len(expanded) == 1 else value * expanded[1]) @ a
+
+
 def _find_parts(module: nn.Module) -> _Parts | None:
     """Return the parts of a feed-forward layer of known structure, with TT layers that nothing hooks into."""
     found = _find_bert_layers(module) if hasattr(module, "feed_forward_chunk") else _find_layers(module)
     if found is None:
         return None
     layers, function, finish = found
-    if any(type(layer) is not TTLinear or has_forward_hooks(layer) for layer in layers):
+    if any(type(layer) is not TTLinear or not are_plain(*layer.parameters()) for layer in layers):
+        return None
+    # The modules that the kernels compute are not called.
+    replaced = [*layers, function, *(getattr(module, name, None) for name in ("intermediate", "output"))]
+    if not all(runs_own_forward(part) for part in replaced if isinstance(part, nn.Module)):
         return None
     # One kernel has one rank of its inputs, and all biases or none.
     kinds = {(layer.middle_rank, layer.bias is None) for layer in layers[:-1]}
@@ -142,9 +190,11 @@ class _ContractHidden(torch.autograd.Function):
         return _Launch(activation, a, paths).forward()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, *paths = ctx.saved_tensors
+        if needs_torch(grad):
+            function = partial(_contract_in_torch, ctx.activation)
+            return (None, *torch_gradients(function, (a, *paths), ctx.needs_input_grad[1:], grad))
         return (None, *_Launch(ctx.activation, a, paths).backward(grad.contiguous()))
 
 
@@ -163,6 +213,20 @@ def _activation_name(activation: Any) -> str | None:
         "NewGELUActivation": "gelu_tanh",
         "ReLU": "relu",
     }.get(kind)
+
+
+def constants(*ranks: int) -> dict[str, Any]:
+    """Return the constants of a launch with these ranks of h1 and h2, among them the warps of a program."""
+    width_tile, out_tile = map(tile_side, ranks)
+    return {
+        "precision": precision(),
+        "token_tile": TOKEN_TILE,
+        "hidden_tile": CHUNK_TILE,
+        "width_tile": width_tile,
+        "out_tile": out_tile,
+        # With 4, the values of larger tiles do not fit into the registers.
+        "num_warps": 8 if max(width_tile, out_tile) > 32 else 4,
+    }
 
 
 class _Launch:
@@ -185,9 +249,7 @@ class _Launch:
         self._state: Tensor = state
         self._tokens, self._width = self._state.shape
         self._hidden, self._out_width = a.shape
-        tiles = {"width_tile": tile_side(self._width), "out_tile": tile_side(self._out_width)}
-        hidden_tile = chunk_side(*tiles.values())
-        self._num_tiles, self._num_chunks = -(-self._tokens // TOKEN_TILE), -(-self._hidden // hidden_tile)
+        self._num_tiles, self._num_chunks = -(-self._tokens // TOKEN_TILE), -(-self._hidden // CHUNK_TILE)
         biases = (state if value is None else value for value in (bias, gate_bias))
         self._inputs = (state, b, next(biases), gate_state, gate_b, next(biases), a)
         self._sizes = (
@@ -198,10 +260,7 @@ class _Launch:
             "activation": activation,
             "has_gate": self._has_gate,
             "has_bias": self._has_bias,
-            "precision": precision(),
-            "token_tile": TOKEN_TILE,
-            "hidden_tile": hidden_tile,
-            **tiles,
+            **constants(self._width, self._out_width),
         }
 
     def forward(self) -> Tensor:

@@ -13,8 +13,8 @@ The parameters stay those of the layers, and nothing is kept beyond a pass. The 
 with another contraction order, because they have other token counts, are merged for that order in the same way. The
 composition of the stacks depends on the model and on its calls alone, so that a resumed run repeats the same rounding.
 Cores of layers that were not used get no gradient; under `torch.compile`, they get zeros. Layers are merged one by one
-inside `torch.func`, without gradients, in compiled code on a CPU, if their cores are sharded, and if blocks are so
-large that stacking saves nothing.
+inside `torch.func` and forward-mode differentiation, without gradients, in compiled code on a CPU, if their cores are
+sharded, and if blocks are so large that stacking saves nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scantling.numerics.device import without_autocast
-from scantling.numerics.torch_private import foreach_copy_, fsdp_managed_modules, is_in_functorch, remove_forward_hooks
+from scantling.numerics.device import is_capturing, without_autocast
+from scantling.numerics.torch_private import (
+    fsdp_managed_modules,
+    is_in_dispatch_mode,
+    is_in_transform,
+    remove_forward_hooks,
+)
 from scantling.tensor.contraction import Tree, block_ends, block_numel, merge_block, pad_to
 from scantling.tensor.layer import TTLayer, running, scale_cores, without_saving_hooks
 
@@ -140,8 +147,8 @@ def _max_numel(device: torch.device) -> int:
 
 
 def _is_in_transform() -> bool:
-    """True inside `torch.func`, which does not support the custom function of stacks."""
-    return not torch.compiler.is_compiling() and is_in_functorch()
+    """True inside `torch.func` and forward-mode differentiation, which do not support the function of stacks."""
+    return not torch.compiler.is_compiling() and is_in_transform()
 
 
 def _equal_layers(model: nn.Module) -> dict[TTLayer, list[TTLayer]]:
@@ -191,10 +198,11 @@ def merge_stacked(layers: Sequence[TTLayer], trees: Sequence[Tree]) -> list[list
     tensors = [tensor for layer in layers for tensor in (layer.parts if layer.formats is None else layer.gated_cores())]
     ranks = [layer.padded_ranks for layer in layers]
     merge = _Merge(
-        tuple(trees), len(first.chain), threshold, _largest(layer.ranks for layer in layers), _largest(ranks)
+        *(tuple(trees), len(first.chain), threshold, _largest(layer.ranks for layer in layers), _largest(ranks)),
+        {} if torch.compiler.is_compiling() else _kept_paddings(layers),
     )
     if torch.compiler.is_compiling():
-        blocks = _split(merge.stacked(_stack(tensors, merge.ranks, len(layers))), merge.trees, ranks)
+        blocks = _split(merge.stacked(merge.stack(tensors, len(layers))), merge.trees, ranks)
     else:
         blocks = _MergeStacked.apply(merge, ranks, *tensors)  # type: ignore[no-untyped-call]
     return [list(blocks[i :: len(layers)]) for i in range(len(layers))]
@@ -210,6 +218,7 @@ class _Merge:
         threshold: gates at or below it count as 0; None if the cores are scaled already.
         ranks: ranks of all bonds in the stacks.
         padded_ranks: ranks of all bonds at the ends of blocks.
+        paddings: paddings of earlier passes.
     """
 
     trees: tuple[Tree, ...]
@@ -217,6 +226,20 @@ class _Merge:
     threshold: float | None
     ranks: tuple[int, ...]
     padded_ranks: tuple[int, ...]
+    paddings: Paddings
+
+    def stack(self, tensors: Sequence[Tensor], num_layers: int) -> list[Tensor]:
+        """Return one stack of each tensor of a layer, padded to `ranks`, from the tensors of all layers in turn."""
+        num_tensors = len(tensors) // num_layers
+        stacks = []
+        for i in range(num_tensors):
+            members, shape = tensors[i::num_tensors], list(tensors[i].shape)
+            if i < self.num_cores:
+                shape[0], shape[-1] = self.ranks[i], self.ranks[i + 1]
+            elif i > self.num_cores:  # the gates follow the gain; the first one belongs to the first inner bond
+                shape = [self.ranks[i - self.num_cores]]
+            stacks.append(_stack_padded(members, shape, self.paddings))
+        return stacks
 
     def stacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the merged blocks of all layers, from stacks of their cores, gains and gates."""
@@ -239,37 +262,95 @@ class _Merge:
         return [merge_block(cores, tree, num_stack_dims, done) for tree in self.trees]
 
 
-def _stack(tensors: Sequence[Tensor], ranks: tuple[int, ...], num_layers: int) -> list[Tensor]:
-    """Return one stack of each tensor of a layer, padded to some ranks, from the tensors of all layers in turn."""
-    num_tensors, num_cores = len(tensors) // num_layers, len(ranks) - 1
-    stacks = []
-    for i in range(num_tensors):
-        members, shape = tensors[i::num_tensors], list(tensors[i].shape)
-        if i < num_cores:
-            shape[0], shape[-1] = ranks[i], ranks[i + 1]
-        elif i > num_cores:  # the gates follow the gain; the first one belongs to the first inner bond
-            shape = [ranks[i - num_cores]]
-        stacks.append(_stack_padded(members, shape))
-    return stacks
-
-
-def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int], paddings: Paddings) -> Tensor:
     """Return a stack of tensors of this shape; smaller ones are padded with zeros."""
     if torch.compiler.is_compiling() or all(tensor.shape == torch.Size(shape) for tensor in tensors):
         return torch.stack([pad_to(tensor, shape) for tensor in tensors])
-    stack = tensors[0].new_zeros(len(tensors), *shape)
-    # One launch for all, where padding each takes one per tensor.
-    foreach_copy_([_shrink_to(row, tensor.shape) for row, tensor in zip(stack, tensors, strict=True)], list(tensors))
-    return stack
+    # Three launches, where padding each tensor takes one per tensor: tensors are joined along the dim that is padded,
+    # or as a whole, with zeros at the end, and all elements are taken from there.
+    dims = [i for i, size in enumerate(shape) if any(tensor.shape[i] != size for tensor in tensors)]
+    if len(dims) > 1:
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        joined = _stack_along(0, flat, [tensor.shape for tensor in tensors], shape, paddings)
+        return joined.view(len(tensors), *shape)
+    (dim,) = dims
+    sizes = [tensor.shape[dim : dim + 1] for tensor in tensors]
+    joined = _stack_along(dim, tensors, sizes, shape[dim : dim + 1], paddings)
+    rows = joined.view(*joined.shape[:dim], len(tensors), shape[dim], *joined.shape[dim + 1 :])
+    return rows.movedim(dim, 0)
 
 
-def _unstack(stack: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def _stack_along(
+    dim: int, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], shape: Sequence[int], paddings: Paddings
+) -> Tensor:
+    """Return tensors one after the other along a dim, each padded with zeros.
+
+    Args:
+        dim: the dim, whose elements stand for a tensor of one of the shapes.
+        tensors: tensors that differ in this dim alone.
+        shapes: shape that the dim of each tensor stands for.
+        shape: padded shape.
+        paddings: paddings of earlier passes.
+    """
+    sources, _ = _padding(tensors[0].device, shapes, shape, paddings)
+    zeros = torch.zeros_like(tensors[0].narrow(dim, 0, 1))
+    return torch.cat([*tensors, zeros], dim).index_select(dim, sources)
+
+
+def _unstack(stack: Tensor, shapes: Sequence[torch.Size], paddings: Paddings) -> list[Tensor]:
     """Return the tensors of a stack without padding; contiguous, or autograd would copy each."""
     if all(shape == stack.shape[1:] for shape in shapes):
         return list(stack.unbind())
-    tensors = [stack.new_empty(shape) for shape in shapes]
-    foreach_copy_(tensors, [_shrink_to(row, shape) for row, shape in zip(stack, shapes, strict=True)])
-    return tensors
+    _, positions = _padding(stack.device, shapes, stack.shape[1:], paddings)
+    values = stack.reshape(-1).index_select(0, positions)
+    parts = torch.split(values, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _padding(
+    device: torch.device, shapes: Sequence[torch.Size], shape: Sequence[int], paddings: Paddings
+) -> tuple[Tensor, Tensor]:
+    """Return where the elements of padded tensors come from, and where those without padding are.
+
+    Args:
+        device: device of the results.
+        shapes: shape of each tensor without padding.
+        shape: shape of each padded tensor.
+        paddings: paddings of earlier passes, to which this one is added.
+
+    Returns:
+        For each element of the padded stack, its position among the values of all tensors, one tensor after the other;
+        for padding, the position behind the last value. And for each value its position in the stack. Both (n) int32.
+    """
+    key = tuple(shapes), tuple(shape), device
+    if key in paddings:
+        return paddings[key]
+    options: Any = {"dtype": torch.int32, "device": device}
+    stack = torch.arange(len(shapes) * prod(shape), **options).view(len(shapes), *shape)
+    positions = torch.cat([_shrink_to(row, own).reshape(-1) for row, own in zip(stack, shapes, strict=True)])
+    sources = torch.full((stack.numel(),), len(positions), **options)
+    found = sources.index_copy_(0, positions.long(), torch.arange(len(positions), **options)), positions
+    # Tensors of a capture hold values in a replay only; those of a dispatch mode may be fake.
+    if not is_capturing(device) and not is_in_dispatch_mode():
+        paddings[key] = found
+    return found
+
+
+Paddings: TypeAlias = dict[Hashable, tuple[Tensor, Tensor]]
+"""Paddings of the tensors of some layers, see `_padding`."""
+_kept: WeakKeyDictionary[TTLayer, dict[Hashable, Paddings]] = WeakKeyDictionary()
+"""Paddings by the first layer of a class, and by the ranks of all layers. Captured graphs read them, too."""
+MAX_KEPT_PADDINGS = 4
+"""Numbers of layers with paddings, by the first layer; more if ranks were removed, when old ones are dropped."""
+
+
+def _kept_paddings(layers: Sequence[TTLayer]) -> Paddings:
+    """Return the paddings of earlier passes of these layers."""
+    by_ranks = _kept.setdefault(layers[0], {})
+    ranks = tuple(layer.ranks for layer in layers)
+    if ranks not in by_ranks and len(by_ranks) >= MAX_KEPT_PADDINGS:
+        by_ranks.clear()
+    return by_ranks.setdefault(ranks, {})
 
 
 def _shrink_to(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -297,7 +378,7 @@ class _MergeStacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, merge: _Merge, ranks: Sequence[tuple[int, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        stacks = _stack(tensors, merge.ranks, len(ranks))
+        stacks = merge.stack(tensors, len(ranks))
         with torch.enable_grad(), without_saving_hooks():
             for stack, tensor in zip(stacks, tensors, strict=False):
                 stack.requires_grad_(tensor.requires_grad)
@@ -323,13 +404,14 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if any(grad is not None for grad in own):
             blocks.append(block)
             given = [torch.zeros_like(block[0]) if grad is None else grad for grad in own]
-            stacked.append(_stack_padded(given, block.shape[1:]))
+            stacked.append(_stack_padded(given, block.shape[1:], ctx.merge.paddings))
     trained = [stack for stack in ctx.stacks if stack.requires_grad]
     found = iter(torch.autograd.grad(blocks, trained, stacked, retain_graph=True, allow_unused=True))
     by_stack = [next(found) if stack.requires_grad else None for stack in ctx.stacks]
     is_used = [any(grad is not None for grad in grads[i::count]) for i in range(count)]
+    shapes = [tensor.shape for tensor in ctx.tensors]
     by_tensor = [
-        [None] * count if stack is None else _unstack(stack, [own.shape for own in ctx.tensors[i :: len(by_stack)]])
+        [None] * count if stack is None else _unstack(stack, shapes[i :: len(by_stack)], ctx.merge.paddings)
         for i, stack in enumerate(by_stack)
     ]
     return [own[i] if is_used[i] else None for i in range(count) for own in by_tensor]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scantling.errors import UserError
 from scantling.numerics.device import is_capturing, without_autocast
-from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_functorch
+from scantling.numerics.torch_private import FakeTensor, assert_async, is_batched, is_in_transform
 from scantling.tensor.contraction import Step
 
 
@@ -95,8 +95,16 @@ def lookup_multiply(state: Tensor, table: Tensor, digits: Tensor, step: Step) ->
     device = state.device.type
     if torch.is_autocast_enabled(device):  # custom autograd functions ignore it in the backward pass
         state, table = (value.to(torch.get_autocast_dtype(device)) for value in (state, table))
-    result: Tensor = _LookupMultiply.apply(state, table, digits, step.inner, step.width)  # type: ignore[no-untyped-call]
+    # The custom function has no rules for transforms.
+    is_transformed = not torch.compiler.is_compiling() and is_in_transform()
+    function: Any = _look_up_and_multiply if is_transformed else _LookupMultiply.apply
+    result: Tensor = function(state, table, digits, step.inner, step.width)
     return result
+
+
+def _look_up_and_multiply(state: Tensor, table: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
+    # (ids, P, K) (ids, K, Q) -> (ids, P, Q)
+    return state @ nn.functional.embedding(digits, table).view(digits.numel(), inner, width)
 
 
 class _LookupMultiply(torch.autograd.Function):
@@ -105,26 +113,17 @@ class _LookupMultiply(torch.autograd.Function):
     The rows are r times larger than the state, so the backward pass looks them up again instead of saving them.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(state: Tensor, table: Tensor, digits: Tensor, inner: int, width: int) -> Tensor:
-        # (ids, P, K) (ids, K, Q) -> (ids, P, Q)
-        return state @ nn.functional.embedding(digits, table).view(digits.numel(), inner, width)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        state, table, digits, *ctx.row_shape = inputs
+    def forward(ctx: Any, state: Tensor, table: Tensor, digits: Tensor, *row_shape: int) -> Tensor:
+        ctx.row_shape = row_shape
         ctx.save_for_backward(state, table, digits)
+        return _look_up_and_multiply(state, table, digits, *row_shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         state, table, digits = ctx.saved_tensors
-        row_grads = (state.transpose(1, 2) @ grad).flatten(1)  # (ids, K Q)
-        if _is_vmapped(row_grads):
-            table_grad = row_grads.new_zeros(table.shape).index_add(0, digits, row_grads)
-        else:
-            table_grad = torch.ops.aten.embedding_dense_backward(row_grads, digits, table.shape[0], -1, False)
+        row_grads = (state.transpose(1, 2) @ grad).reshape(len(state), -1)  # (ids, K Q)
+        table_grad = torch.ops.aten.embedding_dense_backward(row_grads, digits, table.shape[0], -1, False)
         del row_grads  # as large as all rows: free it before they are looked up again
         rows = nn.functional.embedding(digits, table).view(digits.numel(), *ctx.row_shape)
         # (ids, P, Q) (ids, Q, K) -> (ids, P, K)
@@ -180,7 +179,7 @@ def multiply_by_rows(x: Tensor, left: Tensor, right: Tensor, max_elements: int) 
 
     parts = torch.split(left, num_rows)
     # Rebuild the rows in the backward pass instead of saving them. `torch.func` does not support checkpoints.
-    is_transformed = not torch.compiler.is_compiling() and is_in_functorch()
+    is_transformed = not torch.compiler.is_compiling() and is_in_transform()
     if torch.is_grad_enabled() and not is_transformed:
         made = [checkpoint(product, x, part, right, use_reentrant=False, preserve_rng_state=False) for part in parts]
     else:
