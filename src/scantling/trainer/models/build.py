@@ -33,6 +33,7 @@ from scantling.saved_models import (
 )
 from scantling.tensor import pretrained
 from scantling.tensor.convert import tensorize
+from scantling.tensor.layer import TTLayer
 from scantling.tensor.layout import rebuild
 from scantling.trainer.hub import hub_folder, is_hub_name
 from scantling.trainer.models.presets import PRESETS
@@ -61,7 +62,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def convert_model(model: Any, recipe: Recipe) -> Any:
-    """Apply the sections `tensor` and `precision` of a recipe to a dense model.
+    """Apply the sections `tensor` and `precision` of a recipe to a dense model in fp32.
 
     Args:
         model: on the CPU, or on the meta device, where TT parameters are not initialized.
@@ -75,7 +76,17 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
     # after tensorize, because quantization also applies to the TT layers
     if recipe.precision.quantized:
         quantize_training(model, **recipe.precision.quantized)
+    if recipe.precision.parameters == "bf16":
+        store_weights_in_bf16(model)
     return model
+
+
+def store_weights_in_bf16(model: torch.nn.Module) -> None:
+    """Round weight matrices and embeddings to bf16 in place; vectors, TT cores and rank gates stay as they are."""
+    of_cores = {id(part) for layer in model.modules() if isinstance(layer, TTLayer) for part in layer.parts}
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and id(parameter) not in of_cores:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def recipe_task(recipe: Recipe) -> str:

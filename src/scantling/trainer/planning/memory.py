@@ -67,7 +67,7 @@ def core_bytes(recipe: Recipe) -> CoreBytes | None:
 
         # add a matrix next to the TT core: Muon cannot be built without one, and leaves cores of more dims to AdamW
         core, matrix = make_group(shape, role, dims), make_group((1, 1), "matrix", ((0,), (1,)))
-        name, options = recipe.optim.name, recipe.optim.options
+        name, options = recipe.optim.name, recipe.optimizer_options
         both, alone = (
             predicted_state_bytes(name, optimizer_groups(recipe, groups), **options)
             for groups in ([core, matrix], [matrix])

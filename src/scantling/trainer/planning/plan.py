@@ -233,9 +233,10 @@ def plan_run(run: ResolvedRun) -> Plan:
     released = frees_gradients(recipe, world_size=world_size)
     # after a momentum exchange, some groups have no momentum, and less state
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
-    state = predicted_state_bytes(recipe.optim.name, groups, **recipe.optim.options)
+    options = recipe.optimizer_options
+    state = predicted_state_bytes(recipe.optim.name, groups, **options)
     # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
-    of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **recipe.optim.options})
+    of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **options})
     with quiet():
         passes = plan_passes(run, model, step_bytes=of_optimizer if released else None)
     notes += _memory_notes(run, passes, released=released, state=state)

@@ -25,6 +25,7 @@ from scantling.trainer.recipe.schema import (
     DataSection,
     Fields,
     OptimSection,
+    PrecisionSection,
     TensorSection,
     TrainSection,
     adapt_steps,
@@ -423,6 +424,28 @@ def _check_graph(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, f"the optimizer '{name}'")
 
 
+def _check_parameters(content: Content) -> Iterator[Fault]:
+    precision, optim = get_section(content, "precision"), get_section(content, "optim")
+    if "rounding" in optim:
+        yield Fault("optim.rounding", "belongs to precision.rounding, with precision.parameters: bf16")
+    if precision.get("parameters", "fp32") != "bf16":
+        if _changed(precision, PrecisionSection, "rounding"):
+            yield Fault("precision.rounding", "has an effect with precision.parameters: bf16 alone")
+        return
+    key = "precision.parameters"
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if isinstance(name, str) and name.lower() != "came":
+        how = "" if "name" in optim else ", the default"
+        problem = (
+            "bf16 needs an optimizer that rounds weights without losing small steps; set optim.name: came, or leave "
+            "the key out"
+        )
+        yield Fault(key, problem, f"optim.name: {name}{how}")
+    if precision.get("compute", "bf16") in ("fp32", "fp16"):
+        problem = "bf16 weights are multiplied in bf16; leave precision.compute out"
+        yield Fault(key, problem, f"precision.compute: {precision['compute']}")
+
+
 def _check_precision(content: Content) -> Iterator[Fault]:
     precision, model = (get_section(content, name) for name in ("precision", "model"))
     if not precision:
@@ -474,5 +497,6 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_release,
     _check_comm,
     _check_graph,
+    _check_parameters,
     _check_precision,
 )

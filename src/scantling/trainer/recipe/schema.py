@@ -6,9 +6,18 @@ weights, AdamW, gradient all-reduce, fp32. `scantling schema` prints the JSON sc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from scantling.comm.config import OPTIONS, Exchange, ResidualFormat, Values
 from scantling.numerics.literals import Clip, Granularity, Rounding
@@ -351,8 +360,15 @@ class FormatSection(Section):
 
 
 class PrecisionSection(Section):
-    """Number formats of the run. Parameters, their gradients and checkpoints stay fp32."""
+    """Number formats of the run."""
 
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """Format of the weights, of their gradients and of checkpoints. `bf16`: weight matrices and embeddings are stored
+    in bf16 alone, without an fp32 copy, and `optim.name: came` writes them with `rounding`; `compute` is bf16 by
+    default. Vectors, such as biases and norms, and TT cores are few numbers and stay fp32."""
+    rounding: Literal["stochastic", "compensated"] = "stochastic"
+    """How a bf16 weight is written, so that steps smaller than its last bit are not lost: randomly up or down, right in
+    the mean, or to the nearest, with the error kept for the next step in one more byte per weight."""
     compute: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
     """Format of matrix products: fp32, or autocast to bf16, or to fp16 with loss scaling. With `int8` and `fp8`,
     linear layers multiply in the formats of `weights` and `activations`; everything else uses bf16 on a GPU and fp32
@@ -368,11 +384,17 @@ class PrecisionSection(Section):
     gradients: Text | FormatSection | None = None
     """Format of the gradients that are multiplied in the backward pass of linear layers."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _compute_in_the_format_of_the_weights(cls, content: Any) -> Any:
+        is_bf16 = isinstance(content, Mapping) and content.get("parameters") == "bf16"
+        return {"compute": "bf16", **content} if is_bf16 else content
+
     def autocast(self, device: str) -> str:
         """Return the format of products that are not in low precision, on a kind of device."""
         if self.compute not in ("int8", "fp8"):
             return self.compute
-        return "bf16" if device == "cuda" else "fp32"
+        return "bf16" if device == "cuda" or self.parameters == "bf16" else "fp32"
 
     @property
     def quantized(self) -> dict[str, Any]:
@@ -451,6 +473,12 @@ class Recipe(Section):
     """Number formats."""
     train: TrainSection
     """Settings of the training loop: steps, batch, schedule, checkpoints."""
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The arguments of the optimizer, without learning rate and weight decay."""
+        rounding = {} if self.precision.parameters == "fp32" else {"rounding": self.precision.rounding}
+        return self.optim.options | rounding
 
     @property
     def batch_size(self) -> int:

@@ -43,7 +43,8 @@ def build_loop(
     check_device(recipe.precision.compute, context.device)
     compute = recipe.precision.autocast(context.device.type)
     if context.rank == 0:
-        warn_if_slow_matmul(compute, context.device, "set precision.compute: fp32")
+        key = "compute" if recipe.precision.parameters == "fp32" else "parameters"
+        warn_if_slow_matmul(compute, context.device, f"set precision.{key}: fp32")
     model = build_run_model(run).to(context.device)
     # rank gates are parameters, so they come before the optimizer
     tensor = build_tensor_training(recipe)
@@ -105,7 +106,7 @@ def build_run_optimizer(recipe: Recipe, model: torch.nn.Module, device: torch.de
     """Build the optimizer of a run; `initial_lr` of each group is its peak rate, which the schedule scales."""
     rates = recipe.optim.rates | ({} if recipe.tensor is None else recipe.tensor.rates(recipe.optim.lr))
     groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay, **rates))
-    options = recipe.optim.options
+    options = recipe.optimizer_options
     for group in groups:
         group["initial_lr"] = group.get("lr", recipe.optim.lr)
         if recipe.train.graph:  # a captured graph reads the rate from a tensor

@@ -194,7 +194,7 @@ class Stepper:
             return self.release.total_norm()
         if self.exchange.norm is not None:
             return self.exchange.norm
-        return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def reshape(self, batch: Batch) -> None:
         """Update exchange and graphs after parameters changed their shapes. Collectives: those of `rehearse`."""
@@ -259,6 +259,18 @@ class Stepper:
         return None
 
 
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, computed in fp32 for those in bf16."""
+    if any(grad.dtype == torch.bfloat16 for grad in grads):
+        grads = [_norm(grad) for grad in grads]
+    return torch.nn.utils.get_total_norm(grads)
+
+
+def _norm(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return norm
+
+
 class SharedGradScaler(torch.amp.GradScaler):
     """A GradScaler with the same decision on all ranks: an overflow on one skips the update on all.
 
@@ -307,7 +319,7 @@ class GradientRelease:
         """Return the global norm of the released gradients."""
         # in the order of the parameters, so that the sum does not depend on the backward pass
         norms = [self._norms[name] for name in self._names.values() if name in self._norms]
-        return torch.nn.utils.get_total_norm(norms)
+        return total_norm(norms)
 
     def check(self) -> None:
         """Raise a NonFiniteError for the first gradient that was not finite."""
@@ -318,7 +330,7 @@ class GradientRelease:
         if parameter.grad is None:
             return
         name = self._names[id(parameter)]
-        self._norms[name] = torch.linalg.vector_norm(parameter.grad)
+        self._norms[name] = _norm(parameter.grad)
         if parameter.device.type == "cpu":
             self._check_norm(name, self._norms[name])
         self._see_gradient(parameter)

@@ -168,6 +168,9 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
     restore(model, weights="rounded")
     if dense:
         densify(model)
+    if run.recipe.precision.parameters == "bf16":
+        # `from_pretrained` reads one dtype; TT cores were trained in fp32.
+        _set_saved_dtype(model, torch.float32 if run.recipe.tensor is not None else torch.bfloat16)
     with atomic_folder(folder) as aside:
         with quiet():
             model.save_pretrained(aside)
@@ -176,6 +179,13 @@ def export_hf(run_dir: str | Path, folder: str | Path, *, dense: bool = False) -
             difference = _reload_difference(task, model, aside)
         write_checksums(aside)
     return difference
+
+
+def _set_saved_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Convert parameters and saved buffers, as `from_pretrained` does; it keeps others, such as rotary frequencies."""
+    for value in model.state_dict(keep_vars=True).values():
+        if value.is_floating_point():
+            value.data = value.data.to(dtype)
 
 
 @torch.no_grad()
