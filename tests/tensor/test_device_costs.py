@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import scantling as sc
 from scantling.errors import RunError
 from scantling.numerics.torch_private import FakeTensorMode, is_in_dispatch_mode
-from scantling.tensor import costs
+from scantling.tensor import costs, launches
 from scantling.tensor.contraction import MAX_OVERHEAD, Chain, best_plan, can_keep, make_plan, make_steps
 from scantling.tensor.costs import CPU, TYPICAL_GPU, DeviceCosts, device_costs
 
@@ -236,6 +236,8 @@ def test_layers_measure_this_gpu(compiled: bool, monkeypatch: pytest.MonkeyPatch
     """The values are those of a CPU, eager, compiled and in a CUDA graph, and a second process measures nothing."""
     monkeypatch.setenv("SCANTLING_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "_measured", {})
+    monkeypatch.setattr(launches, "_known", {})
+    monkeypatch.setattr(launches, "precision", lambda: "tf32")
     torch.manual_seed(0)
     model = sc.tensorize(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), rank=20, filter_fn=lambda *_: True)
     x = torch.randn(500, 256)
@@ -248,19 +250,20 @@ def test_layers_measure_this_gpu(compiled: bool, monkeypatch: pytest.MonkeyPatch
         model.zero_grad()
         found = run(x.cuda())
         found.square().sum().backward()
-        torch.testing.assert_close(found, expected.cuda(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found, expected.cuda(), rtol=5e-3, atol=5e-3)
         for param, other in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(param.grad, other, rtol=1e-2, atol=1e-3 * float(wanted[0].abs().max()))
     names = json.loads((tmp_path / "device-costs.json").read_text())
     assert any("products" in name for name in names)
     if not compiled:
-        assert any("product 512 x 256" in name for name in names)
+        assert any("product of 512 x 256" in name for name in names)
         static, graph = x.cuda(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = model(static)
         graph.replay()
         torch.testing.assert_close(captured, found)
         monkeypatch.setattr(costs, "_measured", {})
+        monkeypatch.setattr(launches, "_known", {})
         monkeypatch.setattr(costs, "_measure", None)
         monkeypatch.setattr(costs, "_captured_seconds", None)
         torch.testing.assert_close(model(static), found)

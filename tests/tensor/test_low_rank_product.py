@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from scantling.tensor import launches
 from scantling.tensor.contraction import Step
 from scantling.tensor.low_rank_product import _in_torch, _LowRankProduct, fused_product
 from tests.kernels import compile_for_gpus
-from tests.tensor.test_feed_forward import DEVICE, ON_GPU, assert_close
+from tests.tensor.test_feed_forward import DEVICE, ON_GPU, assert_close, tf32_on_a_gpu
 
 CASES = [
     {},
@@ -35,10 +37,13 @@ def set_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fast_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the kernels on this device without timing them."""
     set_devices(monkeypatch, DEVICE)
     monkeypatch.setattr(launches, "is_faster", lambda *_: True)
+    monkeypatch.setattr(launches, "_known", {})
+    with tf32_on_a_gpu():
+        yield
 
 
 def make_operands(
@@ -76,9 +81,12 @@ def test_kernels_match_torch_in_bf16(sizes: dict[str, Any]) -> None:
     assert_close(*apply_both(torch.bfloat16, **sizes), 0.02)
 
 
+MODULE = nn.Module()
+
+
 def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
     steps = Step(0, 1, *a.shape[:1], 1, a.shape[1]), Step(1, 1, *b.shape[:1], 1, b.shape[1])
-    return fused_product(x, [a, b], steps, bias)
+    return fused_product(MODULE, x, [a, b], steps, bias)
 
 
 def make_model() -> nn.Module:
@@ -175,23 +183,23 @@ def test_fp32_without_tf32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         x = torch.empty(2, 2, device="cuda")
     monkeypatch.setattr(launches, "DEVICES", ("cuda",))
     monkeypatch.setattr(launches, "has_kernels", lambda _: True)
-    monkeypatch.setattr(launches, "are_plain", lambda *_: True)
+    monkeypatch.setattr(launches, "can_multiply", lambda *_: True)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert launches.launch_dtype(x) is None
-        assert launches.launch_dtype(x.bfloat16()) == torch.bfloat16
+        assert launches.launch_dtype(MODULE, x) is None
+        assert launches.launch_dtype(MODULE, x.bfloat16()) == torch.bfloat16
         torch.set_float32_matmul_precision("high")
-        assert launches.launch_dtype(x) == torch.float32
+        assert launches.launch_dtype(MODULE, x) == torch.float32
     finally:
         torch.set_float32_matmul_precision(before)
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     try:
         settings.fp32_precision = "tf32"
-        assert launches.launch_dtype(x) == torch.float32
+        assert launches.launch_dtype(MODULE, x) == torch.float32
         settings.fp32_precision = "ieee"
-        assert launches.launch_dtype(x) is None
+        assert launches.launch_dtype(MODULE, x) is None
     finally:
         settings.fp32_precision = before
 
@@ -213,10 +221,61 @@ def test_timings_are_those_of_one_version_and_precision(monkeypatch: pytest.Monk
     monkeypatch.setattr(launches, "precision", lambda: "another")
     product(x, a, b, bias)
     monkeypatch.setattr(launches, "_kernels_version", lambda: "another")
+    monkeypatch.setattr(launches, "_known", {})
     product(x, a, b, bias)
     product(x, a, b, None)
     assert len(set(names)) == 4
     assert names[0].startswith("product of 128 x 70, 70 x 20, 20 x 90, 90, torch.bfloat16, ")
+
+
+def test_a_repeated_pass_takes_the_operations_of_the_first() -> None:
+    """Whichever of the two passes of a checkpoint runs in a dispatch mode."""
+    x = torch.randn(200, 64, device=DEVICE, requires_grad=True)
+    results = []
+    for modes in (
+        (nullcontext(), nullcontext()),
+        (FlopCounterMode(display=False), nullcontext()),
+        (nullcontext(), FlopCounterMode(display=False)),
+    ):
+        model = make_model()
+        with modes[0]:
+            y = checkpoint(model, x, use_reentrant=False)
+        with modes[1]:
+            y.sum().backward()
+        results.append([param.grad for param in model.parameters()])
+    for found in results[1:]:
+        assert_close(found, results[0])
+
+
+def test_dtypes_that_torch_would_not_multiply_are_refused() -> None:
+    x, a, b, bias = (one if one is None else one.float() for one in make_operands())
+    assert product(x.bfloat16(), a, b, bias) is None
+    assert product(x, a.double(), b, bias) is None
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert product(x.double(), a.double(), b.double(), bias.double()) is None
+        assert product(x.half(), a, b, bias) is not None
+
+
+def test_tangents_of_gradients_stay() -> None:
+    x, a, b, bias = (one if one is None else one.float().requires_grad_() for one in make_operands(tokens=9))
+    tangents = []
+    for function in (_LowRankProduct.apply, _in_torch):
+        y = function(x, a, b, bias)
+        upstream = torch.ones_like(y)
+        with forward_ad.dual_level():
+            (grad,) = torch.autograd.grad(y, x, forward_ad.make_dual(upstream, 2.0 * upstream), retain_graph=True)
+            tangents.append(forward_ad.unpack_dual(grad).tangent)
+        _, tangent = torch.func.jvp(lambda v, y=y: torch.autograd.grad(y, x, v)[0], (upstream,), (upstream,))
+        tangents.append(2.0 * tangent)
+    for found in tangents[1:]:
+        assert_close([found], tangents[:1])
+
+
+def test_gradients_of_biases_keep_no_other_memory() -> None:
+    operands = [one if one is None else one.float().requires_grad_() for one in make_operands(tokens=2000)]
+    _LowRankProduct.apply(*operands).sum().backward()
+    grad = operands[3].grad
+    assert grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def test_autocast_stays() -> None:

@@ -66,6 +66,12 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def keep_for_replays(buffer: Any) -> None:
+    """Keep a buffer that a CUDA graph is capturing alive forever."""
+    if all(buffer is not kept for kept in _captured):
+        _captured.append(buffer)
+
+
 class DeviceTable:
     """Table that kernels read on their device, copied there again only if it has changed."""
 

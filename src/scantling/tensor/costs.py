@@ -66,8 +66,8 @@ def is_faster(
     name: str,
     kernel: Callable[[], Callable[[], object]],
     other: Callable[[], Callable[[], object]],
-) -> bool:
-    """True if a kernel takes less time on this kind of GPU than torch's operations; measured once.
+) -> bool | None:
+    """True if a kernel takes less time on this kind of GPU than torch's operations; None if it cannot be timed now.
 
     Args:
         device: a GPU.
@@ -80,11 +80,13 @@ def is_faster(
         return {**times, "ratio": times["kernel_s"] / times["torch_s"]}
 
     try:
-        return bool(_measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0))
+        found: bool | None = _measured_once(device, name, measure, lambda **times: times["ratio"] < 1.0)
+        return found
     except Exception as error:  # too little memory for the inputs, or from Triton and its compilers
         logger.warning("cannot time %s, torch's operations are taken: %s", name, first_line(error))
-        _measured[_key(device, name)] = False
-        return False
+        # Another thread may have measured it since: all must take the same.
+        known: bool = _measured.setdefault(_key(device, name), False)
+        return known
 
 
 def _measured_once(

@@ -26,6 +26,7 @@ from scantling.tensor.launches import (
     PartialSums,
     are_kernels_faster,
     are_plain,
+    can_multiply,
     launch_dtype,
     needs_torch,
     num_splits,
@@ -83,14 +84,15 @@ def fused_feed_forward(module: nn.Module, x: Tensor) -> Tensor | None:
         layers are not low-rank in two factors of at most `MAX_RANK`, or a checkpoint is faster; also in compiled code,
         inside `torch.func` or without gradients.
     """
-    dtype = launch_dtype(x)
+    dtype = launch_dtype(module, x)
     parts = None if dtype is None else _find_parts(module)
     if parts is None:
         return None
     num_tokens, (*widening, down) = x.shape[:-1].numel(), parts.layers
     if not all(layer.is_pair(num_tokens) and layer.middle_rank <= MAX_RANK for layer in parts.layers):
         return None
-    if not _is_faster(parts, num_tokens, x.new_empty(0, dtype=dtype)):
+    params = [param for layer in parts.layers for param in (*layer.chain, layer.bias)]
+    if not can_multiply(x, params) or not _is_faster(parts, num_tokens, x.new_empty(0, dtype=dtype)):
         return None
     a, finish = down.factors(num_tokens)
     paths = [(*layer.first_factor(x), layer.bias) for layer in widening]
@@ -140,7 +142,7 @@ def _find_parts(module: nn.Module) -> _Parts | None:
     if found is None:
         return None
     layers, function, finish = found
-    if any(type(layer) is not TTLinear or not are_plain(*layer.parameters()) for layer in layers):
+    if any(type(layer) is not TTLinear or not are_plain(layer.parameters()) for layer in layers):
         return None
     # The modules that the kernels compute are not called.
     replaced = [*layers, function, *(getattr(module, name, None) for name in ("intermediate", "output"))]

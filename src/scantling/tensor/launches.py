@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from scantling.numerics.device import has_kernels, without_autocast
-from scantling.numerics.torch_private import is_batched, is_in_dispatch_mode, is_in_transform
+from scantling.numerics.torch_private import current_backward_id, is_batched, is_in_dispatch_mode, is_in_transform
 from scantling.tensor.costs import is_faster
 from scantling.tensor.layer import without_saving_hooks
 
@@ -28,10 +29,12 @@ CHUNK_TILE = 32
 """Columns of a wide dim that a program computes at once; with twice as many, kernels store registers in memory."""
 
 
-def launch_dtype(x: Tensor) -> torch.dtype | None:
+def launch_dtype(module: nn.Module, x: Tensor) -> torch.dtype | None:
     """Return the dtype, that of autocast if it is on, in which kernels take tokens x; None if they cannot.
 
-    Dispatch modes do not see kernels, so that one that counts operations would miss them.
+    Args:
+        module: module that is called.
+        x: tokens.
     """
     kind = x.device.type
     if kind not in DEVICES or torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -39,21 +42,43 @@ def launch_dtype(x: Tensor) -> torch.dtype | None:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     # Products of fp32 values without TF32 take too many registers on a GPU.
     is_slow = dtype == torch.float32 and precision() == "ieee" and x.is_cuda
-    is_known = dtype in (torch.float32, torch.bfloat16) and x.numel() > 0 and not is_slow and are_plain(x)
-    is_seen = is_in_transform() or is_in_dispatch_mode()
-    return dtype if is_known and not is_seen and has_kernels(x.device) else None
+    if dtype not in (torch.float32, torch.bfloat16) or is_slow or not x.numel() or not can_multiply(x, [x]):
+        return None
+    return None if is_in_transform() or _is_watched(module) or not has_kernels(x.device) else dtype
 
 
-def are_plain(*tensors: Tensor | None) -> bool:
+_watched: WeakSet[nn.Module] = WeakSet()
+"""Modules whose last forward pass ran in a dispatch mode."""
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """True in a dispatch mode: modes do not see kernels, so that one that counts operations would miss them.
+
+    A checkpoint that repeats a pass must take the same operations as this pass, in whatever mode.
+    """
+    if current_backward_id() == -1:
+        (_watched.add if is_in_dispatch_mode() else _watched.discard)(module)
+    return module in _watched
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
     """True if tensors are of no subclass, whose values may lie elsewhere, as those of `DTensor`."""
     return all(tensor is None or type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+
+
+def can_multiply(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """True if torch would multiply plain tensors by x: those of its dtype, or under autocast of any below fp64."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if torch.is_autocast_enabled(x.device.type):
+        return are_plain(tensors) and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    return are_plain(tensors) and dtypes <= {x.dtype}
 
 
 Function = Callable[..., Tensor]
 
 
 def timed_tokens(num_tokens: int) -> int:
-    """Return the next power of 2: kernels are timed once for all numbers of tokens up to it."""
+    """Return the next power of 2: kernels are timed for this many tokens, for all counts up to it."""
     return 1 << (num_tokens - 1).bit_length()
 
 
@@ -68,7 +93,22 @@ def are_kernels_faster(
         shapes: shapes of the operands, None for those that are missing.
         like: tensor with the dtype and on the device of the operands.
     """
+    key = name, tuple(shapes), like.dtype, like.device, precision()
+    if key not in _known:
+        found = _time(name, kernel, other, shapes, like)
+        if found is None:
+            return False
+        _known[key] = found
+    return _known[key]
 
+
+_known: dict[Any, bool] = {}
+"""Results of `are_kernels_faster`, which is called in every pass."""
+
+
+def _time(
+    name: str, kernel: Function, other: Function, shapes: Sequence[tuple[int, ...] | None], like: Tensor
+) -> bool | None:
     def work(function: Function) -> Callable[[], object]:
         operands = [None if shape is None else like.new_zeros(shape, requires_grad=True) for shape in shapes]
         trained = [operand for operand in operands if operand is not None]
@@ -84,20 +124,23 @@ def are_kernels_faster(
 
 @lru_cache(maxsize=1)
 def _kernels_version() -> str:
-    """Return what the times of the kernels depend on: their sources, and the version of Triton."""
-    sources = (Path(__file__).with_name(name).read_bytes() for name in ("kernels.py", "launches.py"))
-    return f"kernels {hashlib.sha256(b''.join(sources)).hexdigest()[:8]}, Triton {version('triton')}"
+    """Return the version of all that the times of the kernels depend on: their sources, and Triton."""
+    import triton
+
+    names = "kernels", "launches", "low_rank_product", "feed_forward"
+    sources = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)
+    return f"kernels {hashlib.sha256(b''.join(sources)).hexdigest()[:8]}, Triton {triton.__version__}"
 
 
 def needs_torch(grad: Tensor) -> bool:
-    """True if a backward pass must have second derivatives, or belongs to several at once: kernels support neither."""
-    return torch.is_grad_enabled() or is_batched(grad)
+    """True if a backward pass must be differentiable, or is transformed or batched: kernels support none of these."""
+    return torch.is_grad_enabled() or is_in_transform() or is_batched(grad)
 
 
 def torch_gradients(
     function: Function, operands: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of a function by torch's operations, differentiable if gradients are enabled.
+    """Return the gradients of a function by torch's operations, which can be differentiated, transformed and batched.
 
     Args:
         function: the function, in torch's operations.
@@ -105,13 +148,17 @@ def torch_gradients(
         needed: for each operand True if its gradient is needed.
         grad: gradient of the result.
     """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), without_autocast(grad.device):
-        # Views, so that the gradient of an operand does not include the path through another one that depends on it.
-        views = [None if operand is None else operand.view_as(operand) for operand in operands]
-        wanted = [view for view, is_needed in zip(views, needed, strict=True) if view is not None and is_needed]
-        found = iter(torch.autograd.grad(function(*views), wanted, grad, create_graph=create_graph))
-    return [next(found) if view is not None and use else None for view, use in zip(views, needed, strict=True)]
+    is_wanted = [operand is not None and use for operand, use in zip(operands, needed, strict=True)]
+
+    def of_wanted(*wanted: Tensor) -> Tensor:
+        given = iter(wanted)
+        return function(*(next(given) if use else one for one, use in zip(operands, is_wanted, strict=True)))
+
+    with without_autocast(grad.device):
+        wanted = [one for one, use in zip(operands, is_wanted, strict=True) if use]
+        pull_back = torch.func.vjp(of_wanted, *wanted)[1]
+        found = iter(pull_back(grad))
+    return [next(found) if use else None for use in is_wanted]
 
 
 def with_dense_rows(matrix: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ class TTLayer(nn.Module):
         self._merged_kept: dict[Tree, Tensor] | None = None  # a dict inside `keep_merged`
         self._passes = 1
         self._is_stacked = False
+        self.paddings: dict[Any, Any] = {}  # of `merging`, kept from pass to pass
 
     @property
     def chain(self) -> list[Tensor]:
@@ -358,10 +359,11 @@ class TTLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other cores, and its blocks would never be dropped.
-        return {**self.__dict__, "_merged_once": None, "_merged_kept": None}
+        return {**self.__dict__, "_merged_once": None, "_merged_kept": None, "paddings": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.paddings = {}  # on the old device
         # The kept blocks have the old device and dtype.
         if self._merged_kept is not None:
             self._merged_kept = {}

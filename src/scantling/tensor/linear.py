@@ -260,7 +260,7 @@ class TTLinear(TTLayer):
         if bias is not None and out_size > self.out_features:
             bias = nn.functional.pad(bias, (0, out_size - self.out_features))
         if self.formats is None:
-            fused = fused_product(state, blocks, steps, bias)
+            fused = fused_product(self, state, blocks, steps, bias)
             return contract(state, blocks, steps, out_size, bias) if fused is None else fused
         y = self.formats.output(contract(state, blocks, steps, out_size, multiply=multiply))
         return y if bias is None else y + bias.to(y.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scantling.numerics.device import device_context, without_autocast
 from scantling.tensor.contraction import Step
@@ -19,7 +19,7 @@ from scantling.tensor.launches import (
     MAX_RANK,
     PartialSums,
     are_kernels_faster,
-    are_plain,
+    can_multiply,
     launch_dtype,
     needs_torch,
     num_splits,
@@ -34,10 +34,13 @@ TOKEN_TILE = 64
 """Tokens that a program computes at once."""
 
 
-def fused_product(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], bias: Tensor | None) -> Tensor | None:
+def fused_product(
+    layer: nn.Module, x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], bias: Tensor | None
+) -> Tensor | None:
     """Return x contracted with merged blocks, as `contract`, if the order is y = (x A) B + b: (tokens, outputs).
 
     Args:
+        layer: layer that is called.
         x: (tokens, inputs).
         blocks: merged blocks of the steps.
         steps: steps of the order.
@@ -46,13 +49,13 @@ def fused_product(x: Tensor, blocks: Sequence[Tensor], steps: Sequence[Step], bi
     Returns:
         None for other orders, if the kernels cannot run here, or if they are slower than torch's operations.
     """
-    dtype = launch_dtype(x)
+    dtype = launch_dtype(layer, x)
     if (
         dtype is None
         or len(steps) != 2
         or any(step.leading * step.trailing > 1 for step in steps)
         or steps[1].inner > MAX_RANK
-        or not are_plain(*blocks, bias)
+        or not can_multiply(x, [*blocks, bias])
     ):
         return None
     a, b = (block.reshape(step.inner, step.width) for block, step in zip(blocks, steps, strict=True))

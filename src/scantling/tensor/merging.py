@@ -19,18 +19,17 @@ sharded, and if blocks are so large that stacking saves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scantling.numerics.device import is_capturing, without_autocast
+from scantling.numerics.device import is_capturing, keep_for_replays, without_autocast
 from scantling.numerics.torch_private import (
     fsdp_managed_modules,
     is_in_dispatch_mode,
@@ -38,6 +37,7 @@ from scantling.numerics.torch_private import (
     remove_forward_hooks,
 )
 from scantling.tensor.contraction import Tree, block_ends, block_numel, merge_block, pad_to
+from scantling.tensor.launches import are_plain
 from scantling.tensor.layer import TTLayer, running, scale_cores, without_saving_hooks
 
 MAX_NUMEL_CPU = 1 << 17
@@ -264,7 +264,8 @@ class _Merge:
 
 def _stack_padded(tensors: Sequence[Tensor], shape: Sequence[int], paddings: Paddings) -> Tensor:
     """Return a stack of tensors of this shape; smaller ones are padded with zeros."""
-    if torch.compiler.is_compiling() or all(tensor.shape == torch.Size(shape) for tensor in tensors):
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or all(tensor.shape == torch.Size(shape) for tensor in tensors) or not are_plain(tensors):
         return torch.stack([pad_to(tensor, shape) for tensor in tensors])
     # Three launches, where padding each tensor takes one per tensor: tensors are joined along the dim that is padded,
     # or as a whole, with zeros at the end, and all elements are taken from there.
@@ -292,7 +293,7 @@ def _stack_along(
         shape: padded shape.
         paddings: paddings of earlier passes.
     """
-    sources, _ = _padding(tensors[0].device, shapes, shape, paddings)
+    sources = _indices(_find_sources, tensors[0].device, shapes, shape, paddings)
     zeros = torch.zeros_like(tensors[0].narrow(dim, 0, 1))
     return torch.cat([*tensors, zeros], dim).index_select(dim, sources)
 
@@ -301,56 +302,72 @@ def _unstack(stack: Tensor, shapes: Sequence[torch.Size], paddings: Paddings) ->
     """Return the tensors of a stack without padding; contiguous, or autograd would copy each."""
     if all(shape == stack.shape[1:] for shape in shapes):
         return list(stack.unbind())
-    _, positions = _padding(stack.device, shapes, stack.shape[1:], paddings)
+    if not are_plain([stack]):
+        return [_shrink_to(row, shape).contiguous() for row, shape in zip(stack, shapes, strict=True)]
+    positions = _indices(_find_positions, stack.device, shapes, stack.shape[1:], paddings)
     values = stack.reshape(-1).index_select(0, positions)
     parts = torch.split(values, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _padding(
-    device: torch.device, shapes: Sequence[torch.Size], shape: Sequence[int], paddings: Paddings
-) -> tuple[Tensor, Tensor]:
-    """Return where the elements of padded tensors come from, and where those without padding are.
+Paddings: TypeAlias = dict[Hashable, Tensor]
+"""Indices that pad the tensors of some layers, or remove the padding, see `_indices`."""
+
+
+def _find_positions(shapes: Sequence[torch.Size], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return where in a stack of padded tensors the elements are that are no padding: (elements) int32.
 
     Args:
-        device: device of the results.
         shapes: shape of each tensor without padding.
         shape: shape of each padded tensor.
-        paddings: paddings of earlier passes, to which this one is added.
-
-    Returns:
-        For each element of the padded stack, its position among the values of all tensors, one tensor after the other;
-        for padding, the position behind the last value. And for each value its position in the stack. Both (n) int32.
+        device: device of the result.
     """
-    key = tuple(shapes), tuple(shape), device
-    if key in paddings:
+    stack = torch.arange(len(shapes) * prod(shape), dtype=torch.int32, device=device).view(len(shapes), *shape)
+    return torch.cat([_shrink_to(row, own).reshape(-1) for row, own in zip(stack, shapes, strict=True)])
+
+
+def _find_sources(shapes: Sequence[torch.Size], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return where the elements of a stack come from, among those of all tensors one after the other; padding comes
+    from behind the last one: (elements of the stack) int32.
+    """
+    positions = _find_positions(shapes, shape, device)
+    values = torch.arange(len(positions), dtype=torch.int32, device=device)
+    sources = torch.full((len(shapes) * prod(shape),), len(positions), dtype=torch.int32, device=device)
+    return sources.index_copy_(0, positions.long(), values)
+
+
+def _indices(
+    find: Callable[[Sequence[torch.Size], Sequence[int], torch.device], Tensor],
+    device: torch.device,
+    shapes: Sequence[torch.Size],
+    shape: Sequence[int],
+    paddings: Paddings,
+) -> Tensor:
+    """Return indices that `find` returns, from an earlier pass if there was one."""
+    if is_in_dispatch_mode():  # its tensors may be fake
+        return find(shapes, shape, device)
+    key = find, tuple(shapes), tuple(shape)
+    if not is_capturing(device):
+        if key not in paddings:
+            paddings[key] = find(shapes, shape, device)
         return paddings[key]
-    options: Any = {"dtype": torch.int32, "device": device}
-    stack = torch.arange(len(shapes) * prod(shape), **options).view(len(shapes), *shape)
-    positions = torch.cat([_shrink_to(row, own).reshape(-1) for row, own in zip(stack, shapes, strict=True)])
-    sources = torch.full((stack.numel(),), len(positions), **options)
-    found = sources.index_copy_(0, positions.long(), torch.arange(len(positions), **options)), positions
-    # Tensors of a capture hold values in a replay only; those of a dispatch mode may be fake.
-    if not is_capturing(device) and not is_in_dispatch_mode():
-        paddings[key] = found
-    return found
+    if key not in paddings:  # tensors of a capture hold values in a replay only
+        return find(shapes, shape, device)
+    keep_for_replays(paddings[key])
+    return paddings[key]
 
 
-Paddings: TypeAlias = dict[Hashable, tuple[Tensor, Tensor]]
-"""Paddings of the tensors of some layers, see `_padding`."""
-_kept: WeakKeyDictionary[TTLayer, dict[Hashable, Paddings]] = WeakKeyDictionary()
-"""Paddings by the first layer of a class, and by the ranks of all layers. Captured graphs read them, too."""
-MAX_KEPT_PADDINGS = 4
-"""Numbers of layers with paddings, by the first layer; more if ranks were removed, when old ones are dropped."""
+MAX_KEPT_PADDINGS = 2
+"""Sets of layers whose paddings are kept, by the first layer; when ranks are removed, the old ones go."""
 
 
 def _kept_paddings(layers: Sequence[TTLayer]) -> Paddings:
     """Return the paddings of earlier passes of these layers."""
-    by_ranks = _kept.setdefault(layers[0], {})
-    ranks = tuple(layer.ranks for layer in layers)
-    if ranks not in by_ranks and len(by_ranks) >= MAX_KEPT_PADDINGS:
-        by_ranks.clear()
-    return by_ranks.setdefault(ranks, {})
+    sets, ranks = layers[0].paddings, tuple(layer.ranks for layer in layers)
+    if ranks not in sets and len(sets) >= MAX_KEPT_PADDINGS:
+        sets.clear()
+    paddings: Paddings = sets.setdefault(ranks, {})
+    return paddings
 
 
 def _shrink_to(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -363,10 +380,16 @@ def _shrink_to(values: Tensor, shape: Sequence[int]) -> Tensor:
 def _split(stacks: Sequence[Tensor], trees: Sequence[Tree], ranks: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return the blocks of the layers, those of the first stack first, cut to the ranks of each layer."""
     blocks = []
-    for stack, (first, last) in zip(stacks, map(block_ends, trees), strict=True):
+    for stack, tree in zip(stacks, trees, strict=True):
         for block, own in zip(stack.unbind(), ranks, strict=True):
-            blocks.append(_shrink_to(block, (own[first], *block.shape[1:-1], own[last + 1])))
+            blocks.append(_shrink_to(block, _block_shape(block.shape, tree, own)))
     return blocks
+
+
+def _block_shape(shape: Sequence[int], tree: Tree, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a merged block with the ranks of its layer."""
+    first, last = block_ends(tree)
+    return (ranks[first], *shape[1:-1], ranks[last + 1])
 
 
 class _MergeStacked(torch.autograd.Function):
@@ -385,7 +408,7 @@ class _MergeStacked(torch.autograd.Function):
             blocks = merge.stacked(stacks)
         ctx.set_materialize_grads(False)
         ctx.tensors, ctx.stacks, ctx.blocks = tensors, stacks, blocks
-        ctx.merge, ctx.num_layers = merge, len(ranks)
+        ctx.merge, ctx.ranks, ctx.num_layers = merge, ranks, len(ranks)
         return tuple(_split([stack.detach() for stack in blocks], merge.trees, ranks))
 
     @staticmethod
@@ -403,7 +426,9 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         own = grads[i * count : (i + 1) * count]
         if any(grad is not None for grad in own):
             blocks.append(block)
-            given = [torch.zeros_like(block[0]) if grad is None else grad for grad in own]
+            # Missing gradients have the shapes of others, so that the padding is the same in each pass.
+            wanted = (_block_shape(block.shape[1:], ctx.merge.trees[i], ranks) for ranks in ctx.ranks)
+            given = [block.new_zeros(shape) if grad is None else grad for grad, shape in zip(own, wanted, strict=True)]
             stacked.append(_stack_padded(given, block.shape[1:], ctx.merge.paddings))
     trained = [stack for stack in ctx.stacks if stack.requires_grad]
     found = iter(torch.autograd.grad(blocks, trained, stacked, retain_graph=True, allow_unused=True))
