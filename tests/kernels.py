@@ -8,9 +8,6 @@ import sys
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
 """Shared memory of a program in bytes, by compute capability (CUDA C Programming Guide, technical specifications)."""
-MAX_SPILLS = 32
-"""Bytes of registers per thread that a kernel may store in memory."""
-
 BUILD = """
 import re, subprocess, tempfile
 import triton.language as tl
@@ -41,13 +38,14 @@ def build(kernel, capability, types, num_warps=4, **constants):
 """
 
 
-def compile_for_gpus(code: str) -> None:
+def compile_for_gpus(code: str, max_spills: int = 1 << 10) -> None:
     """Run code after BUILD, for an A100, an RTX 3090 and an H100.
 
     Args:
         code: the body of a loop over `capability`.
+        max_spills: bytes of registers per thread that a kernel may store in memory.
     """
-    limits = f"max_spills = {MAX_SPILLS}\nfor capability, limit in {SHARED_MEMORY}.items():\n"
+    limits = f"max_spills = {max_spills}\nfor capability, limit in {SHARED_MEMORY}.items():\n"
     loop = limits + "".join(f"    {line}\n" for line in code.strip().splitlines())
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", BUILD + loop + "    print(capability)\n"]
