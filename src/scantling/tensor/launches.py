@@ -124,7 +124,7 @@ def _time(
 
 @lru_cache(maxsize=1)
 def _kernels_version() -> str:
-    """Return the version of all that the times of the kernels depend on: their sources, and Triton."""
+    """Return the versions of kernel sources and Triton, on which times depend."""
     import triton
 
     names = "kernels", "launches", "low_rank_product", "feed_forward"
@@ -150,13 +150,13 @@ def torch_gradients(
     """
     is_wanted = [operand is not None and use for operand, use in zip(operands, needed, strict=True)]
 
-    def of_wanted(*wanted: Tensor) -> Tensor:
+    def apply_to_wanted(*wanted: Tensor) -> Tensor:
         given = iter(wanted)
         return function(*(next(given) if use else one for one, use in zip(operands, is_wanted, strict=True)))
 
     with without_autocast(grad.device):
         wanted = [one for one, use in zip(operands, is_wanted, strict=True) if use]
-        pull_back = torch.func.vjp(of_wanted, *wanted)[1]
+        pull_back = torch.func.vjp(apply_to_wanted, *wanted)[1]
         found = iter(pull_back(grad))
     return [next(found) if use else None for use in is_wanted]
 
