@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
 from scantling.trainer.reporting import html
 from tests.processes import server, torchrun_names
+
+if TYPE_CHECKING:
+    import torch
 
 TINY: dict[str, int] = {
     "hidden_size": 32,
@@ -400,3 +403,10 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
         record = json.loads(line)
         by_step[record["step"]] = record
     return [by_step[step] for step in sorted(by_step)]
+
+
+def saved_tensors(run_dir: Path, step: int = 8, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint whose keys begin with `prefix`; step 8 is the last of `tiny_recipe`."""
+    from scantling.trainer.training.checkpoint import load_tensors
+
+    return load_tensors(run_dir / "checkpoints" / f"step-{step}", prefix)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 import scantling as sc
 from scantling.errors import RecipeError
-from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.step import total_norm
 from scantling.trainer.training.trained_run import evaluate_run, export_hf, load_run
-from tests.runs import records, scantling, tiny_recipe, write_recipe
+from tests.runs import records, saved_tensors, scantling, tiny_recipe, write_recipe
 
 BF16 = {"parameters": "bf16", "rounding": "stochastic"}
 
@@ -33,15 +31,11 @@ def build_recipe(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return tiny_recipe(folder, **own)
 
 
-def weights(run_dir: Path, step: int = 8, prefix: str = "") -> dict[str, Tensor]:
-    return load_tensors(run_dir / "checkpoints" / f"step-{step}", prefix)
-
-
 def test_matrices_are_bf16_and_the_loss_is_that_of_fp32(tmp_path: Path) -> None:
     runs = {}
     for name, precision in (("fp32", {"parameters": "fp32"}), ("bf16", BF16)):
         runs[name] = sc.train(build_recipe(tmp_path, precision=precision), run_dir=tmp_path / name)
-    stored = weights(tmp_path / "bf16", prefix="model/")
+    stored = saved_tensors(tmp_path / "bf16", prefix="model/")
     assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.bfloat16}
     assert {value.dtype for value in stored.values() if value.ndim == 1} == {torch.float32}
     assert runs["bf16"].metrics["eval_loss"] == pytest.approx(runs["fp32"].metrics["eval_loss"], abs=0.02)
@@ -59,11 +53,11 @@ def test_steps_below_the_last_bit_are_not_lost(tmp_path: Path) -> None:
     for rounding in ("stochastic", "compensated"):
         recipe = build_recipe(tmp_path, precision={"rounding": rounding}, optim={"lr": 1e-7, "weight_decay": 0.0})
         sc.train(recipe, run_dir=tmp_path / rounding, train={"checkpoint_every": 1, "keep_checkpoints": 8})
-        first, last = (weights(tmp_path / rounding, step, "model/") for step in (1, 8))
+        first, last = (saved_tensors(tmp_path / rounding, step, "model/") for step in (1, 8))
         name = "model/model.layers.0.mlp.up_proj.weight"
         changed[rounding] = float((first[name] != last[name]).float().mean())
     assert 1e-4 < changed["stochastic"] < 0.1
-    errors = [value for key, value in weights(tmp_path / "compensated").items() if key.endswith("low")]
+    errors = [value for key, value in saved_tensors(tmp_path / "compensated").items() if key.endswith("low")]
     assert errors
     assert all(error.any() for error in errors)
 
@@ -91,7 +85,7 @@ def test_resume_is_bitwise(case: str, tmp_path: Path) -> None:
     shutil.copytree(straight, broken)
     shutil.rmtree(broken / "checkpoints" / "step-8")
     sc.train(broken, resume=True)
-    one, other = weights(straight), weights(broken)
+    one, other = saved_tensors(straight), saved_tensors(broken)
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[key]) for key, value in one.items())
     losses = [record["loss"] for record in records(straight)]

@@ -11,9 +11,8 @@ import torch
 
 import scantling as sc
 from scantling.errors import NonFiniteError, UserError
-from scantling.trainer.training.checkpoint import load_tensors
 from scantling.trainer.training.step import Stepper
-from tests.runs import records, tiny_recipe
+from tests.runs import records, saved_tensors, tiny_recipe
 
 POISONED = "model.layers.0.mlp.up_proj.weight"
 
@@ -24,10 +23,6 @@ def build_recipe(folder: Path, *, release: bool, **train: Any) -> dict[str, Any]
         optim={"name": "came", "lr": 3e-3, "debias": True, "momentum": "int8", "release_gradients": release},
         train={"clip": None, **train},
     )
-
-
-def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
-    return load_tensors(run_dir / "checkpoints" / f"step-{step}")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -44,7 +39,7 @@ def test_released_run_is_bitwise_equal(tmp_path: Path, train: dict[str, Any]) ->
     assert [record["loss"] for record in kept] == [record["loss"] for record in released]
     norms = [record["grad_norm"] for record in kept]
     assert [record["grad_norm"] for record in released] == pytest.approx(norms, rel=1e-6)
-    assert same(weights(tmp_path / "False"), weights(tmp_path / "True"))
+    assert same(saved_tensors(tmp_path / "False"), saved_tensors(tmp_path / "True"))
     one_gradient = train.get("micro_batch_size") is None
     assert (released[0]["gradient_bytes"] < kept[0]["gradient_bytes"] / 2) == one_gradient
 
@@ -57,7 +52,7 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     shutil.rmtree(broken / "checkpoints" / "step-8")
     sc.train(broken, resume=True)
     assert [record["loss"] for record in records(straight)] == [record["loss"] for record in records(broken)]
-    assert same(weights(straight), weights(broken))
+    assert same(saved_tensors(straight), saved_tensors(broken))
 
 
 def test_nonfinite_loss_stops_before_the_update(tmp_path: Path) -> None:
@@ -90,7 +85,7 @@ def test_nonfinite_gradient_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
         sc.train(recipe, run_dir=tmp_path / "run")
     assert len(records(tmp_path / "run")) == 2
     assert all(
-        tensor.isfinite().all() for tensor in weights(tmp_path / "run", 2).values() if tensor.is_floating_point()
+        tensor.isfinite().all() for tensor in saved_tensors(tmp_path / "run", 2).values() if tensor.is_floating_point()
     )
 
 

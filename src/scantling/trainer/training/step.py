@@ -319,7 +319,7 @@ class GradientRelease:
         """Return the global norm of the released gradients."""
         # in the order of the parameters, so that the sum does not depend on the backward pass
         norms = [self._norms[name] for name in self._names.values() if name in self._norms]
-        return total_norm(norms)
+        return torch.nn.utils.get_total_norm(norms)
 
     def check(self) -> None:
         """Raise a NonFiniteError for the first gradient that was not finite."""
