@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scantling.comm.gradient_exchange import GradientExchange, NoExchange
     from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
     from scantling.comm.residuals import merge_local_states
+    from scantling.comm.sharded_exchange import ShardedExchange, sharded_wire_bytes
     from scantling.comm.transport.torchft import TorchFTGroup
 
 _HOMES = {
@@ -29,6 +30,7 @@ _HOMES = {
     "LocalSteps": "local_steps",
     "MomentumExchange": "exchange",
     "NoExchange": "gradient_exchange",
+    "ShardedExchange": "sharded_exchange",
     "TorchFTGroup": "transport.torchft",
     "allreduce_wire_bytes": "ddp",
     "average_buffers": "ddp",
@@ -37,6 +39,7 @@ _HOMES = {
     "merge_local_states": "residuals",
     "rank_tensors": "dcp",
     "refuse_reduction": "ddp_guard",
+    "sharded_wire_bytes": "sharded_exchange",
     "sparseloco": "local_steps",
 }
 
@@ -48,6 +51,7 @@ __all__ = [
     "LocalSteps",
     "MomentumExchange",
     "NoExchange",
+    "ShardedExchange",
     "TorchFTGroup",
     "allreduce_wire_bytes",
     "average_buffers",
@@ -56,6 +60,7 @@ __all__ = [
     "merge_local_states",
     "rank_tensors",
     "refuse_reduction",
+    "sharded_wire_bytes",
     "sparseloco",
 ]
 

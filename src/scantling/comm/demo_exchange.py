@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scantling.comm.ddp import average_buffers
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.transport.shards import clip_gradients, total_norm
 from scantling.errors import UserError
 from scantling.groups import param_groups
 
@@ -41,14 +42,15 @@ class DemoExchange(GradientExchange):
     momentum says nothing about a threshold for gradients.
 
     Args:
-        clip: largest norm of a process's own gradient, or None.
+        clip: largest norm of a replica's own gradient, or None.
+        process_group: of the replicas; default all processes.
         options: of `MomentumExchange`.
     """
 
-    def __init__(self, *, clip: float | None = None, **options: Any) -> None:
+    def __init__(self, *, clip: float | None = None, process_group: Any = None, **options: Any) -> None:
         if clip is not None and options.get("overlap"):
             raise UserError("overlap sends gradients before their global norm is known, by which they would be clipped")
-        self.clip, self.options = clip, options
+        self.clip, self.process_group, self.options = clip, process_group, options
         self._inner: MomentumExchange | None = None
 
     def describe(self) -> str:
@@ -57,7 +59,8 @@ class DemoExchange(GradientExchange):
         return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        inner = MomentumExchange(exchange_groups(model, self.options), **self.options)
+        groups = exchange_groups(model, self.options)
+        inner = MomentumExchange(groups, process_group=self.process_group, **self.options)
         inner.announces = False  # the loop prints `describe`
         if self._inner is not None:  # parameters have new shapes, or some are gone
             inner.transfer_state(self._inner)
@@ -71,12 +74,13 @@ class DemoExchange(GradientExchange):
         inner = self.inner
         params = [param for group in inner.param_groups for param in group["params"]]
         # Clip before the exchange: a norm of the decoded momentum has no meaning for the gradients.
-        self.norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        self.norm = total_norm([param.grad for param in params if param.grad is not None])
         # If the norm is not finite, the exchange leaves out the gradients.
         if self.clip is not None and bool(torch.isfinite(self.norm)):
-            torch.nn.utils.clip_grads_with_norm_(params, self.clip, self.norm)
+            clip_gradients(params, self.clip, self.norm)
         inner.exchange()
-        self.wire_bytes = inner.wire_bytes + average_buffers(self._model, inner.replicas)
+        # over all processes: those that share a replica see different data, too
+        self.wire_bytes = inner.wire_bytes + average_buffers(self._model)
         self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
 
     @property

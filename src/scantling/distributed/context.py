@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from scantling.comm.transport.failures import name_silent_ranks, record_failure
 from scantling.distributed.objects import all_gather_arrays, all_gather_json, broadcast_json, to_json_types
@@ -48,6 +49,7 @@ class DistContext:
             Empty if all ranks see the same directory.
         hosts: by rank, the name of its machine, for messages; may be empty.
         wait_group: gloo group with a timeout of hours; its connections fail at once if a process dies.
+        mesh: of dims `replicate` and `shard`, if each replica of the model is sharded over several processes.
     """
 
     rank: int
@@ -56,6 +58,22 @@ class DistContext:
     writers: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     wait_group: Any = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that share one replica of the model."""
+        return 1 if self.mesh is None else self.mesh.size(1)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the model."""
+        return self.world_size // self.num_shards
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this process belongs to."""
+        return self.rank // self.num_shards
 
     @property
     def is_rank0(self) -> bool:

@@ -71,6 +71,7 @@ def release_gradients(
     model: nn.Module,
     optimizer: CAME,
     *,
+    params: Iterable[Tensor] | None = None,
     accumulation: int = 1,
     before_step: Callable[[Tensor], None] | None = None,
 ) -> ReleaseHandle:
@@ -90,6 +91,7 @@ def release_gradients(
             later. Call FSDP2's `fully_shard` before.
         optimizer: optimizer of parameters of the model; other parameters are left to `optimizer.step()`. Parameters
             that are unfrozen later are stepped at the end of the backward pass and keep their gradients until then.
+        params: parameters of both to release; default all.
         accumulation: number of backward passes whose gradients are summed before the step. With more than one, only the
             last pass frees gradients. Under FSDP2 passes without `set_requires_gradient_sync` count too, and so do
             passes whose gradients are removed by `zero_grad()`: call `optimizer.step()` after these, which restarts the
@@ -120,21 +122,22 @@ def release_gradients(
             raise UserError(_WRAPPED.format(type(module).__name__))
     # Only parameters that both the model and the optimizer have are released.
     known = {id(param) for param in optimizer.parameters()}
+    known &= {id(param) for param in params} if params is not None else known
     common = [param for param in model.parameters() if id(param) in known]
-    params = [param for param in common if param.requires_grad]
-    if not params:
+    released = [param for param in common if param.requires_grad]
+    if not released:
         raise UserError("the optimizer has no trainable parameter of this model; build it over model.parameters()")
-    if any(post_accumulate_hooks(param) for param in params):
+    if any(post_accumulate_hooks(param) for param in released):
         raise UserError("a parameter already has a post-accumulate hook; remove the earlier handle first")
-    groups = _fsdp_groups(model, params)
+    groups = _fsdp_groups(model, released)
     passes = _ReleasePasses(optimizer, common, groups, accumulation, before_step)
-    ids = {id(param) for param in params}
+    ids = {id(param) for param in released}
     optimizer.released |= ids
     _CLIP_GUARD.acquire()
     # Everything that `remove()` takes back, last first.
     undo: list[Callable[[], Any]] = [lambda: optimizer.released.difference_update(ids), _CLIP_GUARD.release]
     undo.append(model.register_forward_pre_hook(_refuse_ddp).remove)
-    undo += [param.register_post_accumulate_grad_hook(passes.on_gradient).remove for param in params]  # type: ignore[no-untyped-call]
+    undo += [param.register_post_accumulate_grad_hook(passes.on_gradient).remove for param in released]  # type: ignore[no-untyped-call]
     undo.append(optimizer.register_step_post_hook(lambda *_: passes.on_optimizer_step()).remove)
     # FSDP2 without gradient sync calls no gradient hook, so count passes from their outputs.
     if groups and accumulation > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,77 @@ def check_meshes(params: Iterable[Tensor], ranks: Iterable[int]) -> None:
                 "each other as if each had a full replica; give the exchange the group of processes with the same "
                 "shard, such as process_group=mesh['replicate'], and use fully_shard with mesh['shard']"
             )
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, a plain 0-D tensor; computed in fp32 for those in bf16.
+
+    Collectives: of sharded gradients, one all-reduce of 8 bytes for each set of process groups that share them.
+
+    Args:
+        gradients: sharded ones count as a whole, others, which are equal on all processes of a replica, once.
+    """
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+            gradients = [norm(gradient) for gradient in gradients]
+        return torch.nn.utils.get_total_norm(gradients)
+    return combine_norms([(gradient, norm(gradient)) for gradient in gradients])
+
+
+def norm(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient, of a sharded one that of the part on this process; at least in fp32."""
+    found: Tensor = torch.linalg.vector_norm(
+        to_local(gradient), dtype=torch.promote_types(gradient.dtype, torch.float32)
+    )
+    return found
+
+
+def combine_norms(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the norm of several tensors together from the norms of their parts on this process.
+
+    Collectives: as of `total_norm`.
+
+    Args:
+        norms: pairs (tensor or parameter, norm of its part on this process), in the same order on all processes.
+    """
+    squares: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor, value in norms:
+        squares.setdefault(_sharding_groups(tensor), []).append(value.double().square())
+    total = torch.zeros((), dtype=torch.float64, device=norms[0][1].device) if norms else torch.zeros(())
+    for groups, values in squares.items():
+        found = torch.stack([value.to(total.device) for value in values]).sum()
+        for group in groups:
+            with name_silent_ranks(group):
+                dist.all_reduce(found, group=group)
+        total = total + found
+    return total.sqrt().float()
+
+
+def _sharding_groups(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the process groups that hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(dim) for dim, each in enumerate(tensor.placements) if each.is_shard())
+
+
+def clip_gradients(params: Iterable[Tensor], most: float, found: Tensor) -> None:
+    """Scale the gradients of parameters so that their norm is at most `most`.
+
+    Args:
+        params: sharded or not.
+        most: the largest norm.
+        found: the norm, of `total_norm`.
+    """
+    params = [param for param in params if param.grad is not None]
+    if not any(isinstance(param, DTensor) for param in params):
+        torch.nn.utils.clip_grads_with_norm_(params, most, found)
+        return
+    # torch multiplies lists of DTensors only, or of plain tensors only
+    scale = (most / (found + 1e-6)).clamp(max=1.0)
+    for param in params:
+        assert param.grad is not None
+        to_local(param.grad).mul_(scale.to(param.grad.device))
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:

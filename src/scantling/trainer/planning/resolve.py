@@ -102,10 +102,11 @@ def check_world_size(recipe: Recipe, world_size: int) -> None:
             f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
             "change train.batch_size, train.batch_tokens or the number of processes"
         )
-    if recipe.optim.release_gradients and world_size > 1:
+    _, shard = recipe.parallel.mesh_shape(world_size)
+    if recipe.optim.release_gradients and world_size > 1 and shard == 1:
         raise UserError(
             "optim.release_gradients steps each parameter before the processes could average its gradient; given "
-            f"{world_size} processes. Run one, or leave the key out"
+            f"{world_size} processes. Run one, set parallel.shard, which averages it at once, or leave the key out"
         )
 
 

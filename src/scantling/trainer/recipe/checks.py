@@ -25,6 +25,7 @@ from scantling.trainer.recipe.schema import (
     DataSection,
     Fields,
     OptimSection,
+    ParallelSection,
     PrecisionSection,
     TensorSection,
     TrainSection,
@@ -399,6 +400,38 @@ def _check_comm(content: Content) -> Iterator[Fault]:
         yield Fault("comm.name", problem, "precision.compute: fp16")
 
 
+def _check_parallel(content: Content) -> Iterator[Fault]:
+    parallel, comm, optim, train, precision = (
+        get_section(content, name) for name in ("parallel", "comm", "optim", "train", "precision")
+    )
+    if parallel.get("shard", 1) == 1:
+        for key in ("reshard", "reduce_dtype", "offload"):
+            if _changed(parallel, ParallelSection, key):
+                yield Fault(f"parallel.{key}", "has an effect with parallel.shard alone")
+        return
+    key = "parallel.shard"
+    name = optim.get("name", OptimSection.model_fields["name"].default)
+    if isinstance(name, str) and name.lower() in ("muon", "adafactor"):
+        problem = "cannot shard an optimizer whose update needs whole matrices; set optim.name: came, adamw or sign"
+        yield Fault(key, problem, f"optim.name: {name}")
+    if precision.get("compute") == "fp16":
+        problem = "gives each process other gradients, which could overflow on one alone; set precision.compute: bf16"
+        yield Fault(key, problem, "precision.compute: fp16")
+    if train.get("compile") is True:
+        problem = "cannot compile a model that gathers its weights between blocks; leave one of both out"
+        yield Fault("train.compile", problem, f"parallel.shard: {parallel['shard']}")
+    if train.get("graph") is True:
+        yield Fault("train.graph", "captures the step of one process; leave one of both out", "parallel.shard")
+    if parallel.get("offload") is True and train.get("device") == "cpu":
+        yield Fault("parallel.offload", "moves what is on a GPU to the CPU; leave it out", "train.device: cpu")
+    if comm.get("overlap") is True:
+        problem = "sends the gradients of vectors before the processes of a replica have averaged them; leave it out"
+        yield Fault("comm.overlap", problem, f"parallel.shard: {parallel['shard']}")
+    for each in ("bucket_mb", "find_unused_parameters"):
+        if _changed(comm, CommSection, each):
+            yield Fault(f"comm.{each}", "has no effect with parallel.shard, which sends the gradients of each block")
+
+
 def _check_graph(content: Content) -> Iterator[Fault]:
     from scantling.optim.registry import optimizer_options
 
@@ -496,6 +529,7 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_optim,
     _check_release,
     _check_comm,
+    _check_parallel,
     _check_graph,
     _check_parameters,
     _check_precision,

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from scantling.comm.config import OPTIONS, Exchange, ResidualFormat, Values
+from scantling.errors import UserError
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -233,7 +234,8 @@ class OptimSection(Section):
     weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """Weight decay of matrices and embeddings, decoupled if the optimizer supports it; vectors are never decayed."""
     release_gradients: bool = False
-    """`came` on one process: step each parameter within the backward pass and free its gradient. Needs `clip: null`."""
+    """`came` on one process, or on the shards of one replica: step each parameter within the backward pass and free its
+    gradient. Needs `clip: null`."""
     embedding_lr_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Learning rate of embeddings as a multiple of `lr`: 10 to 16 for T5, whose embeddings are initialized large."""
 
@@ -340,6 +342,47 @@ class CommSection(Section):
     def demo_options(self) -> dict[str, Any]:
         """The arguments of `MomentumExchange`."""
         return {name: getattr(self, name) for name in OPTIONS}
+
+
+class ParallelSection(Section):
+    """Division of the model among the processes of a run: `replicate` replicas of `shard` processes each.
+
+    Every process takes its own share of the batch. The processes of a replica hold a part of each weight matrix, of its
+    gradient and of its optimizer state, and gather the weights of a block when they need them (FSDP2).
+    """
+
+    shard: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Processes that share one replica; `auto`: as many as `replicate` leaves."""
+    replicate: int | None = Field(default=None, ge=1)
+    """Replicas, which `comm` synchronizes. Default: as many as `shard` leaves; 1 with `shard: auto`."""
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """Free the gathered weights of a block after its forward pass and gather them again for its backward pass. `auto`:
+    of all blocks, but not of the layers outside of blocks, which the backward pass needs first; `never` sends a third
+    less and keeps all weights between the passes."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are sent and summed."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in the memory of the CPU, and update them there; on a GPU alone."""
+
+    def mesh_shape(self, world_size: int) -> tuple[int, int]:
+        """Return the replicas, and the processes of each, among this many processes.
+
+        Raises:
+            UserError: the numbers do not fit.
+        """
+        if self.shard == "auto":
+            replicate = self.replicate or 1
+            shard = max(1, world_size // replicate)
+        else:
+            shard, replicate = self.shard, self.replicate or max(1, world_size // self.shard)
+        if replicate * shard != world_size:
+            given = f"parallel.shard: {self.shard}"
+            given += "" if self.replicate is None else f" and parallel.replicate: {self.replicate}"
+            raise UserError(
+                f"{given} do not fit {world_size} process{'es' if world_size > 1 else ''}, which must be replicate x "
+                "shard; start as many with torchrun, or change one of the two"
+            )
+        return replicate, shard
 
 
 class FormatSection(Section):
@@ -469,6 +512,8 @@ class Recipe(Section):
     """The optimizer."""
     comm: CommSection = Field(default_factory=CommSection)
     """Communication between processes."""
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    """Division of the model among processes."""
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     """Number formats."""
     train: TrainSection

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange
+from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange, ShardedExchange
+from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
+from scantling.distributed.mesh import REPLICATE, SHARD
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.numerics.device import warn_if_slow_matmul
@@ -20,11 +22,11 @@ from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, convert_model, mixes_documents
 from scantling.trainer.models.checkpointing import checkpoint_activations
+from scantling.trainer.models.sharding import reduced_bytes, shard_groups, shard_model
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.recipe.schema import CommSection
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.evaluate import evaluate_heldout
 from scantling.trainer.training.loop import Loop
@@ -45,12 +47,17 @@ def build_loop(
     if context.rank == 0:
         key = "compute" if recipe.precision.parameters == "fp32" else "parameters"
         warn_if_slow_matmul(compute, context.device, f"set precision.{key}: fp32")
-    model = build_run_model(run).to(context.device)
+    model = build_run_model(run)
+    if context.mesh is None:
+        model = model.to(context.device)
     # rank gates are parameters, so they come before the optimizer
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model, settings.activation_checkpointing)
+    exchange = build_exchange(recipe, model, context)
+    if context.mesh is not None:
+        shard_run_model(model, recipe, context)
     if settings.compile:
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
@@ -60,7 +67,7 @@ def build_loop(
         model,
         run.task,
         optimizer,
-        build_exchange(recipe.comm, context, settings.clip),
+        exchange,
         context,
         tensor=tensor,
         # DeMo clips each process's gradient itself, before it is accumulated
@@ -75,7 +82,7 @@ def build_loop(
         weights = list(model.parameters())
         return {
             "num_parameters": sum(p.numel() for p in weights),
-            "weight_bytes": sum(p.nbytes for p in weights),
+            "weight_bytes": sum(to_local(p).nbytes for p in weights),
             "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=context.world_size),
         }
 
@@ -174,17 +181,41 @@ def build_run_model(run: ResolvedRun) -> Any:
         return convert_model(model, recipe)
 
 
-def build_exchange(section: CommSection, context: DistContext, clip: float | None) -> GradientExchange:
+def build_exchange(recipe: Recipe, model: torch.nn.Module, context: DistContext) -> GradientExchange:
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
-        clip: largest norm of a gradient; an exchange of momentum clips by it, others leave it to the step.
+        recipe: of the run. An exchange of momentum clips by `train.clip`, others leave it to the step.
+        model: not sharded yet.
+        context: of this process.
     """
+    section, mesh = recipe.comm, context.mesh
+    demo = None
     if section.name == "demo":
-        return DemoExchange(clip=clip, **section.demo_options)
+        replicas = None if mesh is None else mesh[REPLICATE]
+        demo = DemoExchange(clip=recipe.train.clip, process_group=replicas, **section.demo_options)
+    if mesh is not None:
+        groups = shard_groups(model, recipe.parallel)
+        return ShardedExchange(
+            mesh,
+            demo,
+            gathers=[(group.num_bytes, group.gathers) for group in groups],
+            reduced=reduced_bytes(recipe),
+        )
+    if demo is not None:
+        return demo
     if context.world_size == 1:
         return NoExchange()
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
+
+
+def shard_run_model(model: torch.nn.Module, recipe: Recipe, context: DistContext) -> None:
+    """Shard a model in place over the mesh of the context."""
+    assert context.mesh is not None
+    # an exchange of momentum averages between replicas itself
+    mesh = context.mesh[SHARD] if recipe.comm.name == "demo" or context.num_replicas == 1 else context.mesh
+    groups = shard_groups(model, recipe.parallel)
+    shard_model(model, groups, mesh, recipe.parallel, context.device)
 
 
 def _seed_generators(seed: int) -> None:

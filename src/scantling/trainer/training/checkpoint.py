@@ -8,8 +8,9 @@ system each have such folders: `model/`, `optimizer/` and `tensor/` complete in 
 ran.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
-`rng/rank<r>/<device>`, `tensor/<key>`, `exchange/rank<r>/<name>`. Nothing read from a checkpoint can run code:
-tensors are read with `weights_only=True`, everything else is JSON, and DCP's pickled index is never read.
+`rng/rank<r>/<device>`, `tensor/<key>`, `exchange/rank<r>/<name>` of replica r. Of a sharded tensor each rank writes its
+part, so that another number of ranks can read it. Nothing read from a checkpoint can run code: tensors are read with
+`weights_only=True`, everything else is JSON, and DCP's pickled index is never read.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import fsync
+from scantling.optim.sharding import is_sharded, local_tensor, shard_plan
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.checkpoint_index import (
     INDEX,
@@ -44,6 +46,7 @@ from scantling.trainer.training.checkpoint_index import (
     RankWriter,
     index_entries,
     is_rank_key,
+    merge_entries,
     read_index,
     write_index,
 )
@@ -171,8 +174,8 @@ class Checkpointer:
         entries: dict[str, Any] = {}
 
         def write_tensors() -> None:
-            # the writer of a folder saves shared tensors once; each rank saves its own
-            own = {key: each for key, each in state.tensors.items() if context.is_writer or is_rank_key(key)}
+            # each part is saved once in a folder; each rank saves its own states
+            own = {key: each for key, each in state.tensors.items() if _saves(key, each, context)}
             entries.update(_save_tensors(own, aside, context.rank))
 
         def seal() -> None:
@@ -186,7 +189,7 @@ class Checkpointer:
             # the writer of each folder indexes the files of all ranks that see the folder
             parts = context.all_gather_object(None if context.is_writer else entries)
             for rank in context.ranks_sharing(context.rank):
-                entries.update(parts[rank] or {})
+                merge_entries(entries, parts[rank] or {})
             problem = self._run_io_everywhere(seal, taking_part=context.is_writer)
         if problem is None:
             problem = context.collect_errors(
@@ -377,14 +380,32 @@ def _make_empty_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # it still exists if it holds files of other programs
 
 
+def _saves(key: str, tensor: torch.Tensor, context: DistContext) -> bool:
+    """Return True if this rank is the first with this tensor, or part of a tensor, among those that see its folder."""
+    ranks = context.ranks_sharing(context.writers[context.rank] if context.writers else 0)
+    if is_rank_key(key):
+        if key.startswith("rng/"):
+            return True
+        ranks = [rank for rank in ranks if rank // context.num_shards == context.replica]
+    if is_sharded(tensor):
+        ranks = [rank for rank in ranks if rank % context.num_shards == context.rank % context.num_shards]
+    return context.rank == ranks[0]
+
+
 def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, Any]:
     """Write one rank's tensors, and return their index entries. No collective: those of DCP send pickles."""
-    if not tensors:
+    parts = {key: local_tensor(tensor).detach() for key, tensor in tensors.items()}
+    parts = {key: part for key, part in parts.items() if part.numel() or not is_sharded(tensors[key])}
+    if not parts:
         return {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        flat = {key: tensor.detach() for key, tensor in tensors.items()}
-        return index_entries(save(flat, storage_writer=RankWriter(folder, rank), no_dist=True))
+        entries = index_entries(save(parts, storage_writer=RankWriter(folder, rank), no_dist=True))
+    for key in parts:
+        if is_sharded(tensors[key]):  # the part lies somewhere in the whole tensor
+            entries[key]["size"] = list(tensors[key].shape)
+            entries[key]["chunks"][0]["offsets"] = list(shard_plan(tensors[key]).start)
+    return entries
 
 
 def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any]) -> None:

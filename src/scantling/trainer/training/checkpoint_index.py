@@ -116,6 +116,15 @@ def index_entries(metadata: Metadata) -> dict[str, Any]:
     return tensors
 
 
+def merge_entries(entries: dict[str, Any], others: dict[str, Any]) -> None:
+    """Add the entries of another rank to `entries`; of a sharded tensor each rank has written a part."""
+    for key, entry in others.items():
+        if key in entries:
+            entries[key]["chunks"] += entry["chunks"]
+        else:
+            entries[key] = entry
+
+
 def write_index(entries: dict[str, Any], folder: Path) -> Index:
     """Write the index and `.metadata`, which other programs read, fsync both, and return the index.
 

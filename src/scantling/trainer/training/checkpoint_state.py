@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from scantling.comm import GradientExchange
 from scantling.comm.residuals import mean_of_tensors
+from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError
+from scantling.optim import CAME
+from scantling.optim.sharding import new_state_tensor
+from scantling.optim.state import averaged_dims, group_matrix_view
 from scantling.trainer.training.checkpoint import Checkpoint, State
 
 if TYPE_CHECKING:
@@ -29,13 +35,14 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name, each storage once (of tied parameters, the first name)."""
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        # tied parameters share an address; empty tensors all have address 0
-        key = (tensor.data_ptr(), tensor.shape)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # tied parameters share an address; empty tensors, and empty parts of sharded ones, all have address 0
+        part = to_local(tensor)
+        key = (part.data_ptr() if part.numel() else id(tensor), tensor.shape)
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        tensors[name] = tensor
+        tensors[name] = tensor.detach()
     return tensors
 
 
@@ -104,7 +111,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
     by_name = dict(model.named_parameters())
     on_cpu = set(values["on_cpu"])
     states: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["plain"].items()}
-    for key, tensor in checkpoint.load_tensors("optimizer/").items():
+    into = _sharded_state(optimizer, by_name, checkpoint)
+    for key, tensor in checkpoint.load_tensors("optimizer/", into).items():
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
         device = torch.device("cpu") if f"{name}/{entry}" in on_cpu else by_name[name].device
         states.setdefault(name, {})[entry] = tensor.to(device)
@@ -119,28 +127,67 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def exchange_state(exchange: GradientExchange, context: DistContext) -> State:
-    """Return the exchange's state of each process, under keys of its rank. Collective: a gather of JSON values."""
+def _sharded_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], checkpoint: Checkpoint
+) -> dict[str, torch.Tensor]:
+    """Return empty tensors for the stored state of sharded parameters, each with the part on this process."""
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    targets: dict[str, torch.Tensor] = {}
+    for key, entry in checkpoint.index.metadata.state_dict_metadata.items():
+        if not key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
+            continue
+        name, _, kind = key.removeprefix("optimizer/").rpartition("/")
+        param: Any = params.get(name)
+        if not isinstance(param, DTensor):
+            continue
+        averaged: tuple[int, ...] | None = () if entry.size == param.shape else None
+        if isinstance(optimizer, CAME):
+            averaged = averaged_dims(kind, group_matrix_view(groups[id(param)], param.shape))
+        if averaged is not None:
+            targets[key] = new_state_tensor(param, tuple(entry.size), entry.properties.dtype, averaged)
+    return targets
+
+
+def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistContext) -> State:
+    """Return the exchange's state of each replica, under keys of its number. Collective: a gather of JSON values."""
     own = exchange.state_dict()
+    params = dict(model.named_parameters())
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    state = State({f"exchange/rank{context.rank}/{key}": value for key, value in tensors.items()})
+    state = State(
+        {f"exchange/rank{context.replica}/{key}": _like(params, key, value) for key, value in tensors.items()}
+    )
     values = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
-    state.values["exchange"] = {str(rank): each for rank, each in enumerate(values)}
+    state.values["exchange"] = {str(replica): each for replica, each in enumerate(values[:: context.num_shards])}
     return state
 
 
-def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, context: DistContext) -> None:
-    """Restore this process's state of the exchange; at another world size, the mean over the saved ranks.
+def _like(params: Mapping[str, nn.Parameter], key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a local state of a parameter as a DTensor if the parameter is one.
+
+    Args:
+        params: parameters by name.
+        key: name of the parameter, or `<kind>/<name>`.
+        value: the state on this process.
+    """
+    param: Any = params.get(key.rpartition("/")[2])
+    if not isinstance(param, DTensor):
+        return value
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
+    )
+
+
+def load_exchange(exchange: GradientExchange, model: nn.Module, checkpoint: Checkpoint, context: DistContext) -> None:
+    """Restore the exchange's state of this replica; with another number of replicas, the mean over the saved ones.
 
     Collectives: those of `_rank_tensors`.
     """
-    saved_size = checkpoint.manifest["world_size"]
     values = checkpoint.values.get("exchange", {})
     if not any(values.values()):
         return
-    # same world size: the state of this rank; otherwise the mean over all saved ranks
-    ranks = range(saved_size) if saved_size != context.world_size else [context.rank]
-    by_rank = _rank_tensors("exchange", checkpoint, ranks, context)
+    # as many replicas: the state of this one; otherwise the mean over all saved ones
+    ranks = range(len(values)) if len(values) != context.num_replicas else [context.replica]
+    by_rank = _rank_tensors("exchange", checkpoint, ranks, context, dict(model.named_parameters()))
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
             "%s: no folder of this run has the residuals of ranks %s; continuing with the mean of the others",
@@ -153,32 +200,49 @@ def load_exchange(exchange: GradientExchange, checkpoint: Checkpoint, context: D
 
 
 def _rank_tensors(
-    kind: str, checkpoint: Checkpoint, ranks: Sequence[int], context: DistContext
+    kind: str,
+    checkpoint: Checkpoint,
+    ranks: Sequence[int],
+    context: DistContext,
+    params: Mapping[str, nn.Parameter] | None = None,
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the per-rank tensors of some ranks by key, without ranks whose state no folder has.
 
+    With `params`, those of a sharded parameter are the part on this process.
+
     Collectives, if ranks see several folders: gathers of the ranks that each process has and needs, and broadcasts of
-    the missing ones. A machine may have other ranks in each launch.
+    the missing ones, except of sharded states. A machine may have other ranks in each launch.
     """
     held = checkpoint.index.ranks
-    found = {rank: _one_rank(kind, checkpoint, rank) for rank in ranks if rank in held}
+    found = {rank: _one_rank(kind, checkpoint, rank, params) for rank in ranks if rank in held}
     # fetch states that only the folder of another machine has
-    if context.has_separate_folders:
+    if context.has_separate_folders and (params is None or context.num_shards == 1):
         holders = context.all_gather_object(held)
         needed = context.all_gather_object([rank for rank in ranks if rank not in held])
         # each broadcast is a collective: all ranks must agree on the order and on the sender
         for rank in sorted(set().union(*needed)):
             source = next((holder for holder, its_ranks in enumerate(holders) if rank in its_ranks), None)
             if source is not None:
-                own = _one_rank(kind, checkpoint, rank) if context.rank == source else None
+                own = _one_rank(kind, checkpoint, rank, params) if context.rank == source else None
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
     return {rank: found[rank] for rank in ranks if rank in found}
 
 
-def _one_rank(kind: str, checkpoint: Checkpoint, rank: int) -> dict[str, torch.Tensor]:
-    return _load_section(checkpoint, f"{kind}/rank{rank}/")
+def _one_rank(
+    kind: str, checkpoint: Checkpoint, rank: int, params: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, torch.Tensor]:
+    prefix = f"{kind}/rank{rank}/"
+    sharded: dict[str, Any] = {name: param for name, param in (params or {}).items() if isinstance(param, DTensor)}
+    stored = checkpoint.index.metadata.state_dict_metadata if sharded else {}
+    into: dict[str, torch.Tensor] = {}
+    for key, entry in stored.items():
+        param = sharded.get(key.rpartition("/")[2])
+        if key.startswith(prefix) and param is not None and isinstance(entry, TensorStorageMetadata):
+            into[key] = new_state_tensor(param, tuple(entry.size), entry.properties.dtype, ())
+    loaded = checkpoint.load_tensors(prefix, into)
+    return {key.removeprefix(prefix): to_local(tensor) for key, tensor in loaded.items()}
 
 
 def _load_section(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from scantling.eval_mode import eval_mode
 from scantling.numerics.device import autocast
 from scantling.tensor.layer import keep_merged
 from scantling.trainer.data.loader import Batch, eval_batches
+from scantling.trainer.models.sharding import reshard
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.tasks.base import Task, TaskData
 
@@ -30,16 +31,19 @@ def evaluate_heldout(run: ResolvedRun, model: nn.Module, context: DistContext) -
         raise UserError(
             "nothing is held out: data.heldout is 0 and data.validation is not given; set one of the two in the recipe"
         )
-    batches = eval_batches(
-        data.heldout,
-        data.collate,
-        recipe.micro_batch_size(context.world_size),
-        rank=context.rank,
-        world_size=context.world_size,
-        max_samples=recipe.train.eval_samples,
-        workers=0,
-    )
-    return evaluate(model, run.task, data, batches, context, compute=recipe.precision.autocast(context.device.type))
+    dataset, most, world = data.heldout, recipe.train.eval_samples, context.world_size
+
+    def batches_of(rank: int) -> list[Batch]:
+        micro = recipe.micro_batch_size(world)
+        return list(
+            eval_batches(dataset, data.collate, micro, rank=rank, world_size=world, max_samples=most, workers=0)
+        )
+
+    own: list[Batch] = batches_of(context.rank)
+    # rank 0 has the most samples: the others repeat its last batches, so that all gather the weights as often
+    repeated = [] if context.mesh is None else batches_of(0)[len(own) :]
+    compute = recipe.precision.autocast(context.device.type)
+    return evaluate(model, run.task, data, own, context, compute=compute, repeated=repeated)
 
 
 @torch.no_grad()
@@ -51,11 +55,19 @@ def evaluate(
     context: DistContext,
     *,
     compute: str = "fp32",
+    repeated: Iterable[Batch] = (),
 ) -> dict[str, float]:
     """Return the task's metrics over `batches` of all processes; mode and global generators are restored.
 
     Collectives, at the end: a gather of the names, one all-reduce of their sums, and a gather of the outputs if the
-    task has some. The forward passes have none, so ranks may have more or fewer batches.
+    task has some. The forward passes have none, so ranks may have more or fewer batches, except of a sharded model.
+
+    Args:
+        model, task, data: of the run.
+        batches: of this process.
+        context: of this process.
+        compute: "fp32", "bf16" or "fp16".
+        repeated: batches that other processes count; a sharded model needs as many passes on each process.
     """
     sums: dict[str, torch.Tensor] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
@@ -76,6 +88,10 @@ def evaluate(
                 add(name, value)
             for name, value in result.outputs.items():
                 outputs.setdefault(name, []).append(value)
+        for batch in repeated:
+            with autocast(compute, context.device):
+                task.loss(model, batch.to(context.device, non_blocking=True))
+    reshard(model)
     # outputs of all batches, such as scores for a ranking metric
     own = {name: torch.cat(parts).float().cpu().numpy() for name, parts in outputs.items()}
     # a rank without batches does not know the names, so they are gathered first

@@ -231,7 +231,7 @@ class Loop:
         state = merge_states(
             model_state(self.model),
             optimizer_state(self.stepper.optimizer, self.model),
-            exchange_state(self.stepper.exchange, self.context),
+            exchange_state(self.stepper.exchange, self.model, self.context),
             rng_state(self.context),
             tensor_state(self.stepper.tensor),
             progress,
@@ -258,7 +258,7 @@ class Loop:
         # model, optimizer and exchange in place; captured graphs have other addresses afterwards
         load_model(self.model, checkpoint)
         load_optimizer(self.stepper.optimizer, self.model, checkpoint)
-        load_exchange(self.stepper.exchange, checkpoint, self.context)
+        load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal
         self.batches.load_state_dict(values["data"])

@@ -19,13 +19,17 @@ from scantling.trainer.training.schedule import Schedule, warmup_steps, wsd_deca
 FREE_KEYS = {
     "name",
     "data.workers",
+    "parallel.offload",
+    "parallel.replicate",
+    "parallel.reshard",
+    "parallel.shard",
     "train.checkpoint_every",
     "train.eval_every",
     "train.eval_samples",
     "train.keep_checkpoints",
     "train.tensorboard",
 }
-"""Keys that a resumed run may change, because they do not change the results."""
+"""Keys that a resumed run may change, because they do not change the results, up to rounding."""
 SCHEDULE_KEYS = {
     "tensor.adapt",
     "train.decay",
@@ -253,10 +257,11 @@ def _lr_factors(recipe: Recipe, step: int) -> list[float]:
 
 
 def describe_changes(checkpoint: Checkpoint, context: DistContext) -> str:
-    """Return the states that a resume at another world size does not restore, as text."""
-    manifest = checkpoint.manifest
-    residuals = " and each exchange starts from the mean of the saved residuals"
-    return (
-        f", saved by {manifest['world_size']} processes, now {context.world_size}: the random generators start again"
-        + (residuals if any(checkpoint.values.get("exchange", {}).values()) else "")
-    )
+    """Return the states that a resume on other processes does not restore, as text."""
+    changes, before = "", checkpoint.manifest["world_size"]
+    if before != context.world_size:
+        changes = f", saved by {before} processes, now {context.world_size}: the random generators start again"
+    exchange = checkpoint.values.get("exchange", {})
+    if any(exchange.values()) and len(exchange) != context.num_replicas:
+        changes += f", and the exchange starts from the mean of the residuals of {len(exchange)} replicas"
+    return changes

@@ -15,6 +15,7 @@ import torch
 
 from scantling.distributed.context import DistContext, device_type, init_distributed, launch_id
 from scantling.distributed.folders import describe_run_folders
+from scantling.distributed.mesh import with_mesh
 from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import UserError
 from scantling.files import write_json
@@ -107,6 +108,7 @@ def train(
         with init_distributed(checked.train.device, timeout_s=checked.comm.timeout) as context:
             # first, because ranks with different recipes would call different collectives
             check_same_recipe(checked, context)
+            context = with_run_mesh(checked, context)
             locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
                 return _train(checked, locked, context, resume=resume, sinks=sinks, progress=progress)
@@ -117,6 +119,15 @@ def train(
                 raise clear from None
             finally:
                 locked.unlock()
+
+
+def with_run_mesh(recipe: Recipe, context: DistContext) -> DistContext:
+    """Return the context with the mesh that a recipe asks for. Collectives: those of `with_mesh`.
+
+    Raises:
+        UserError: the mesh does not fit the number of processes.
+    """
+    return with_mesh(context, *recipe.parallel.mesh_shape(context.world_size), timeout_s=recipe.comm.timeout)
 
 
 def load_run_recipe(
@@ -195,17 +206,16 @@ def _train(
     loop = build_loop(run, context, checkpointer, memory=memory, energy=energy)
     context.wait_for_all()  # a process that failed to build its model would keep some backends waiting
     # 5. state of the checkpoint
-    restores_rng = True
     if start.checkpoint is not None:
         report.phase(f"reading {start.checkpoint.path}")
-        restores_rng = loop.resume(start.checkpoint)
+        loop.resume(start.checkpoint)
     # 6. files of the run, written only now: everything that can be wrong with it was tried
     loop.sink = _open_sinks(run, planned, folder, context, start, sinks)
     name = recipe.name or folder.path.name
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
-    _announce(loop, folder, start, restores_rng=restores_rng)
+    _announce(loop, folder, start)
     del start  # the manifest of many processes is large
     # 7. steps, 8. result and report
     try:
@@ -326,7 +336,7 @@ def _open_sinks(
     return Sinks(receivers)
 
 
-def _announce(loop: Loop, folder: RunDir, start: StartingPoint, *, restores_rng: bool) -> None:
+def _announce(loop: Loop, folder: RunDir, start: StartingPoint) -> None:
     """Send messages on the folders, the exchange and the checkpoint of the run. Collective: a gather."""
     context = loop.context
     if (folders := describe_run_folders(folder.path, context)) is not None:
@@ -334,7 +344,7 @@ def _announce(loop: Loop, folder: RunDir, start: StartingPoint, *, restores_rng:
     if (exchange := loop.stepper.exchange.describe()) is not None:
         loop.sink.message(exchange)
     if start.checkpoint is not None:
-        changes = "" if restores_rng else describe_changes(start.checkpoint, context)
+        changes = describe_changes(start.checkpoint, context)
         loop.sink.message(f"resumed from {start.checkpoint.path}{changes}")
     if start.never_saved:
         loop.sink.message(f"{folder.path} has no checkpoint yet: the run starts from step 0")

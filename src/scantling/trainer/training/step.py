@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from scantling.comm import GradientExchange
+from scantling.comm.transport.shards import clip_gradients, combine_norms, norm, to_local, total_norm
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
@@ -168,8 +170,8 @@ class Stepper:
                     # the loss is a sum over targets; `scale` makes it this batch's share of the mean
                     scaled = self.tensor.add_penalty(loss * scale, 1.0 / len(batches))
                     self.watch.lap("forward")
-                    if self.release is not None and last and not torch.isfinite(loss_sum):
-                        self._raise_nonfinite(step, loss_sum)  # the backward pass would take the step
+                    if self.release is not None and last:
+                        self._check_loss(step, loss_sum)  # the backward pass takes the step
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     self.watch.lap("backward")
         self.watch.lap("backward")
@@ -179,13 +181,19 @@ class Stepper:
         self.scaler.unscale_(self.optimizer)
         return loss_sum, self._total_norm()
 
+    def _check_loss(self, step: int, own: Tensor) -> None:
+        """Raise a NonFiniteError on all processes if the loss of one is NaN or Inf. Collective: one all-reduce."""
+        bad = self.context.all_reduce((~torch.isfinite(own)).double())
+        if bad:
+            self._raise_nonfinite(step, own)
+
     def _run_unwatched_passes(self, batches: Sequence[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
         with self.watch.paused():
             return self._run_passes(batches, scale, 0)
 
     def _update(self, norm: Tensor) -> None:
         if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
+            clip_gradients(self.model.parameters(), self.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -230,7 +238,7 @@ class Stepper:
 
     def _raise_nonfinite(self, step: int, own_loss: Tensor) -> None:
         """Raise a NonFiniteError with the first NaN or Inf and its rank; the parameters are unchanged."""
-        if self.release is not None:
+        if self.release is not None and self.context.world_size == 1:
             self.release.check()
         own: str | None = None
         if not torch.isfinite(own_loss):
@@ -238,9 +246,12 @@ class Stepper:
         elif bad := self.exchange.bad_parameters():
             own = self._first_nonfinite(bad) or f"the gradient of one of {', '.join(bad[:3])} is not finite"
         # the exchange spreads a NaN to all ranks, so ask each for the state before it
-        by_rank = self.context.all_gather_object((own, self._first_nonfinite(None)))
+        first = self._first_nonfinite(None) if self.release is None else self.release.first_nonfinite()
+        by_rank = self.context.all_gather_object((own, first))
+        # of a sharded model, the process with the bad part of a gradient is named if no loss was bad
         failed = [(rank, reason) for rank, (reason, _) in enumerate(by_rank) if reason]
-        rank, reason = failed[0] if failed else (self.context.rank, by_rank[self.context.rank][1])
+        failed = failed or [(rank, tensor) for rank, (_, tensor) in enumerate(by_rank) if tensor]
+        rank, reason = failed[0] if failed else (self.context.rank, None)
         tensor = by_rank[rank][1]
         detail = f"; first bad tensor: {tensor}" if tensor and reason != tensor else ""
         raise NonFiniteError(
@@ -252,23 +263,13 @@ class Stepper:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None or (among is not None and name not in among):
                 continue
-            finite = torch.isfinite(parameter.grad)
+            part = to_local(parameter.grad)
+            finite = torch.isfinite(part)
             if not finite.all():
-                count = parameter.numel() - int(finite.sum())
-                return f"the gradient of {name} ({count} of {parameter.numel()} values are NaN or Inf)"
+                count, kept = part.numel() - int(finite.sum()), part.numel()
+                own = "" if kept == parameter.numel() else " on this process"
+                return f"the gradient of {name} ({count} of {kept} values{own} are NaN or Inf)"
         return None
-
-
-def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, computed in fp32 for those in bf16."""
-    if any(grad.dtype == torch.bfloat16 for grad in grads):
-        grads = [_norm(grad) for grad in grads]
-    return torch.nn.utils.get_total_norm(grads)
-
-
-def _norm(grad: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm
 
 
 class SharedGradScaler(torch.amp.GradScaler):
@@ -289,10 +290,11 @@ class GradientRelease:
     """Takes the step of each parameter within the backward pass and keeps only the norm of its gradient.
 
     On a CPU a gradient that is not finite stops the run before it is used. On a GPU a check of each gradient would wait
-    for the device each time, so it is found after the step, before anything is saved.
+    for the device each time, and of a sharded model for the other processes, so it is found after the step, before
+    anything is saved.
 
     Args:
-        optimizer: CAME, over parameters of the model.
+        optimizer: CAME, over parameters of the model. Of a sharded model, those that stay whole keep their gradients.
         see_gradient: called with each parameter while its gradient exists.
     """
 
@@ -302,6 +304,11 @@ class GradientRelease:
         assert isinstance(optimizer, CAME), "a checked recipe asks for this with came only"
         self._model, self._optimizer = model, optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._params = dict(model.named_parameters())
+        # whole parameters of a sharded model are averaged after the backward pass, and stepped then
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self._params.values())
+        self._released = [p for p in self._params.values() if isinstance(p, DTensor) or not is_sharded]
+        self._checks_at_once = not is_sharded
         self._see_gradient = see_gradient
         self._norms: dict[str, Tensor] = {}  # in the order of the backward pass
         self._step = 0
@@ -313,30 +320,46 @@ class GradientRelease:
             NonFiniteError: from the backward pass on a CPU, a gradient is NaN or Inf.
         """
         self._norms, self._step = {}, step
-        return release_gradients(self._model, self._optimizer, accumulation=num_passes, before_step=self._before_step)
+        return release_gradients(
+            self._model,
+            self._optimizer,
+            params=self._released,
+            accumulation=num_passes,
+            before_step=self._before_step,
+        )
 
     def total_norm(self) -> Tensor:
-        """Return the global norm of the released gradients."""
+        """Return the global norm of the released gradients, and of those that are still there."""
+        for name, parameter in self._params.items():
+            if parameter.grad is not None:
+                self._norms[name] = norm(parameter.grad)
         # in the order of the parameters, so that the sum does not depend on the backward pass
-        norms = [self._norms[name] for name in self._names.values() if name in self._norms]
-        return torch.nn.utils.get_total_norm(norms)
+        norms = [(parameter, self._norms[name]) for name, parameter in self._params.items() if name in self._norms]
+        if self._checks_at_once:
+            return torch.nn.utils.get_total_norm([value for _, value in norms])
+        return combine_norms(norms)
+
+    def first_nonfinite(self) -> str | None:
+        """Return the first gradient that was not finite on this process, or None."""
+        bad = (name for name, value in self._norms.items() if not torch.isfinite(value))
+        return next((f"the gradient of {name}" for name in bad), None)
 
     def check(self) -> None:
         """Raise a NonFiniteError for the first gradient that was not finite."""
-        for name, norm in self._norms.items():
-            self._check_norm(name, norm)
+        for name, value in self._norms.items():
+            self._check_norm(name, value)
 
     def _before_step(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         name = self._names[id(parameter)]
-        self._norms[name] = _norm(parameter.grad)
-        if parameter.device.type == "cpu":
+        self._norms[name] = norm(parameter.grad)
+        if parameter.device.type == "cpu" and self._checks_at_once:
             self._check_norm(name, self._norms[name])
         self._see_gradient(parameter)
 
-    def _check_norm(self, name: str, norm: Tensor) -> None:
-        if torch.isfinite(norm):
+    def _check_norm(self, name: str, value: Tensor) -> None:
+        if torch.isfinite(value):
             return
         raise NonFiniteError(
             f"step {self._step}, rank 0: the gradient of {name} is not finite. With optim.release_gradients other "

@@ -12,6 +12,7 @@ import torch
 
 from scantling.checksums import write_checksums
 from scantling.distributed.context import SINGLE_PROCESS, DistContext, init_distributed
+from scantling.distributed.mesh import with_mesh
 from scantling.distributed.peers import report_errors_to_peers
 from scantling.errors import RunError, UserError
 from scantling.files import atomic_folder, check_new_folder
@@ -23,7 +24,7 @@ from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.tasks import get_task
 from scantling.trainer.tasks.base import Task, TaskData
-from scantling.trainer.training.build import build_run_model, build_tensor_training
+from scantling.trainer.training.build import build_run_model, build_tensor_training, shard_run_model
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.checkpoint_state import load_model, load_tensor
 from scantling.trainer.training.evaluate import evaluate_heldout
@@ -66,13 +67,16 @@ class TrainedRun:
 
 
 @contextmanager
-def open_run(run_dir: str | Path, *, device: str | None = None, causal: str | None = None) -> Iterator[TrainedRun]:
+def open_run(
+    run_dir: str | Path, *, device: str | None = None, causal: str | None = None, shards: bool = False
+) -> Iterator[TrainedRun]:
     """Load a trained run within the process group of torchrun, which is left at the end.
 
     Args:
         run_dir: the directory of a run.
         device: auto, cpu or cuda. Default: `train.device` of the run's recipe.
         causal: the feature that needs a causal language model, as text for the error; None if any task will do.
+        shards: True to shard the model of a sharded run over all processes; all must then call it equally often.
 
     Raises:
         UserError: as of `load_run`, or a run of another task.
@@ -83,7 +87,7 @@ def open_run(run_dir: str | Path, *, device: str | None = None, causal: str | No
         if causal is not None and (name := recipe_task(recipe)) != "causal-lm":
             raise UserError(f"{causal}; {run_dir} holds a run of the task '{name}'")
         with init_distributed(device or recipe.train.device, timeout_s=recipe.comm.timeout) as context:
-            trained = _load(folder, recipe, context)
+            trained = _load(folder, recipe, context, shards=shards)
             # loading may take longer than a collective may wait
             context.wait_for_all()
             yield trained
@@ -99,7 +103,9 @@ def load_run(run_dir: str | Path) -> TrainedRun:
     return _load(folder, folder.read_recipe(), SINGLE_PROCESS)
 
 
-def _load(folder: RunDir, recipe: Recipe, context: DistContext) -> TrainedRun:
+def _load(folder: RunDir, recipe: Recipe, context: DistContext, *, shards: bool = False) -> TrainedRun:
+    if shards and recipe.parallel.shard != 1:  # several processes share the weights
+        context = with_mesh(context, 1, context.world_size, timeout_s=recipe.comm.timeout)
     if context.world_size > 1:  # each rank verifies its own files, because machines may have separate folders
         context = replace(context, writers=tuple(range(context.world_size)))
     checkpoint = Checkpointer(folder.checkpoints, context).newest(weights_only=True)
@@ -116,10 +122,14 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext) -> TrainedRun:
     tensor = build_tensor_training(recipe)
     tensor.attach(model)  # the saved ranks are in the state of the rank gates
     load_tensor(tensor, checkpoint)
+    if context.mesh is not None:
+        shard_run_model(model, recipe, context)
     load_model(model, checkpoint)
     tensor.detach()
+    if context.mesh is None:
+        model = model.to(context.device)
     values = checkpoint.values
-    return TrainedRun(run, model.to(context.device), values["step"], values["tokens"], context)
+    return TrainedRun(run, model, values["step"], values["tokens"], context)
 
 
 def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str, float | int | str]:
@@ -137,7 +147,7 @@ def evaluate_run(run_dir: str | Path, *, device: str | None = None) -> dict[str,
     Raises:
         UserError: there is no such run, or nothing is held out.
     """
-    with open_run(run_dir, device=device) as run:
+    with open_run(run_dir, device=device, shards=True) as run:
         baselines = run.task.baselines(run.data, max_samples=run.recipe.train.eval_samples)
         return {"step": run.step, **run.evaluate(), **baselines}
 

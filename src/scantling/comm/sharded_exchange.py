@@ -1,0 +1,148 @@
+"""Exchange of a model that FSDP2 shards: within a replica FSDP2 averages gradients, between replicas an exchange does.
+
+FSDP2 gathers the weights of a block before its passes, and averages its gradients over the processes of the replica in
+the backward pass, so that each process keeps the part that it owns. Parameters that stay whole on each process (see
+trainer/models/sharding.py) are averaged here, all in one message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from scantling.comm.ddp import allreduce_wire_bytes
+from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.transport.failures import name_silent_ranks
+
+
+def sharded_wire_bytes(
+    gathers: Sequence[tuple[int, int]], whole_bytes: int, *, reduced: float, shards: int, replicas: int, passes: int
+) -> int:
+    """Return the bytes that one process sends in a step of a sharded model.
+
+    Args:
+        gathers: bytes of the parameters of each group, and how often they are gathered in one micro-batch.
+        whole_bytes: bytes of the gradients of parameters that stay whole.
+        reduced: bytes of a sent gradient per byte of its parameter, such as 2 for fp32 gradients of bf16 weights.
+        shards: processes that share a replica.
+        replicas: replicas whose gradients FSDP2 averages; 1 if another exchange does.
+        passes: micro-batches of a step, each with its own reduction of gradients within the replica.
+    """
+    # gather and reduce-scatter over a ring: each process sends all parts but one
+    gathered = sum(size * times for size, times in gathers) * (shards - 1) // shards
+    gradients = int(reduced * sum(size for size, _ in gathers))
+    sent = passes * (gathered + gradients * (shards - 1) // shards)
+    sent += allreduce_wire_bytes(gradients // shards, replicas)
+    return sent + allreduce_wire_bytes(whole_bytes, shards * replicas)
+
+
+class ShardedExchange(GradientExchange):
+    """Average the gradients of a replica over its processes, and then between replicas.
+
+    Collectives: those of FSDP2 in each pass; one all-reduce of the gradients of whole parameters for each dtype; those
+    of `between`.
+
+    Args:
+        mesh: (replicate, shard) of all processes.
+        between: exchange between replicas; None if FSDP2 averages over them too.
+        gathers: as of `sharded_wire_bytes`.
+        reduced: as of `sharded_wire_bytes`.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        between: GradientExchange | None,
+        *,
+        gathers: Sequence[tuple[int, int]],
+        reduced: float,
+    ) -> None:
+        self._mesh, self._between = mesh, between
+        self._gathers, self._reduced, self._passes = gathers, reduced, 0
+        self._whole: list[nn.Parameter] = []
+
+    def describe(self) -> str | None:
+        replicas, shards = self._mesh.shape
+        text = f"{replicas} replica{'s' if replicas > 1 else ''} of {shards} processes each"
+        between = None if self._between is None else self._between.describe()
+        return text if between is None else f"{text}\n{between}"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        self._model = model
+        self._whole = [param for param in model.parameters() if param.requires_grad and not isinstance(param, DTensor)]
+        if self._between is not None:
+            self._between.prepare(model)
+        return model
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        assert isinstance(self._model, FSDPModule)
+        # gradients are kept sharded between micro-batches; only their last sum goes to the other replicas
+        self._model.set_requires_all_reduce(last)
+        self._passes += 1
+        with nullcontext() if self._between is None else self._between.accumulate(last=last):
+            yield
+
+    def exchange(self) -> None:
+        """Average the gradients of whole parameters, and exchange between replicas."""
+        began = time.perf_counter()
+        replicas, shards = self._mesh.shape
+        everywhere = self._between is None
+        self._average_whole(None if everywhere else self._mesh.get_group(1))
+        self.wire_bytes = sharded_wire_bytes(
+            self._gathers,
+            sum(param.nbytes for param in self._whole),
+            reduced=self._reduced,
+            shards=shards,
+            replicas=replicas if everywhere else 1,
+            passes=self._passes,
+        )
+        self._passes = 0
+        if self._between is not None:
+            between = self._between
+            between.exchange()
+            self.wire_bytes += between.wire_bytes
+            self.norm, self.nonfinite_ranks = between.norm, between.nonfinite_ranks
+            self.local_nonfinite = between.local_nonfinite
+        self.exposed_s = time.perf_counter() - began
+
+    def _average_whole(self, group: Any) -> None:
+        """Replace the gradients of whole parameters by their mean; None stays None if no process has a gradient."""
+        count = dist.get_world_size(group)
+        for dtype in dict.fromkeys(param.dtype for param in self._whole):
+            params = [param for param in self._whole if param.dtype == dtype]
+            given = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            # whether there is a gradient is sent with it, as one number for each parameter
+            flags = given[0].new_tensor([float(param.grad is not None) for param in params])
+            flat = torch.cat([*(grad.flatten() for grad in given), flags])
+            with name_silent_ranks(group):
+                dist.all_reduce(flat, group=group)
+            *sums, found = torch.split(flat, [*(param.numel() for param in params), len(params)])
+            for param, total, has_grad in zip(params, sums, found.tolist(), strict=True):
+                param.grad = (total / count).view_as(param) if has_grad else None
+
+    def bad_parameters(self) -> list[str]:
+        return [] if self._between is None else self._between.bad_parameters()
+
+    def metrics(self) -> dict[str, Any]:
+        return {} if self._between is None else self._between.metrics()
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        if self._between is not None:
+            self._between.slice_state(param, dim, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._between is None else self._between.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._between is not None:
+            self._between.load_state_dict(state)

@@ -1,0 +1,179 @@
+"""Tests of runs whose replicas are sharded over several processes: the same results as unsharded, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scantling.trainer.training.trained_run import evaluate_run, load_run
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+
+pytestmark = pytest.mark.dist
+
+CAME = {"name": "came", "lr": 3e-3, "betas": [0.9, 0.95, 0.995], "debias": True}
+DEMO = {"name": "demo", "topk": 4, "chunk": 16}
+"""Blocks that no shard of a matrix cuts; other blocks would be divided differently."""
+SECTIONS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tensor": {"tensor": {"rank": 4}},
+    "target": {"tensor": {"rank": 4, "size_target": 0.6, "truncate_every": 2, "adapt": 4}},
+    "adamw": {"optim": {"name": "adamw"}},
+    "came": {"optim": CAME},
+    "int8": {"optim": {**CAME, "momentum": "int8"}},
+    "int4": {"optim": {**CAME, "momentum": "int4"}},
+    "sign": {"optim": {"name": "sign", "lr": 1e-3}},
+    "allreduce": {},
+    "demo": {"comm": DEMO},
+    "fp32": {},
+    "products": {"precision": {"weights": "int8", "activations": "int8", "compute": "int8"}},
+    "released": {"optim": {**CAME, "release_gradients": True}, "train": {"clip": None}},
+    "micro": {"train": {"micro_batch_size": 1}},
+    "checkpointed": {"train": {"activation_checkpointing": True}},
+    "bf16": {"optim": CAME, "precision": {"parameters": "bf16"}},
+    "tied": {"model": {"overrides": {"tie_word_embeddings": True}}},
+}
+MATRIX = {
+    # name: (replicas, shards)
+    "dense came allreduce": (1, 2),
+    "dense adamw allreduce": (2, 2),
+    "dense sign demo": (2, 2),
+    "dense int8 demo products": (2, 2),
+    "dense int4 allreduce products": (1, 2),
+    "tensor adamw allreduce products": (1, 2),
+    "tensor came demo": (2, 2),
+    "tensor int8 allreduce": (2, 2),
+    "target int4 demo": (2, 2),
+    "target sign allreduce": (1, 2),
+    "target adamw demo products": (2, 2),
+    "released int8 allreduce": (1, 2),
+    "released allreduce micro checkpointed": (2, 2),
+    "dense adamw micro tied": (1, 2),
+    "dense adamw": (1, 3),
+    "bf16": (1, 2),
+    "bf16 micro": (2, 2),
+}
+ROUGH = {"bf16": 0.02}
+"""Largest difference of the loss; by default fp32 rounding."""
+
+
+def recipe_of(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
+    """Return a recipe with the sections of several methods, merged."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"overrides": {**tiny_recipe(folder)["model"]["overrides"], **WIDE}}
+    }
+    for word in name.split():
+        for section, keys in SECTIONS[word].items():
+            if section == "model":
+                keys = {"overrides": {**sections["model"]["overrides"], **keys["overrides"]}}
+            sections[section] = {**sections.get(section, {}), **keys}
+    sections["train"] = {"batch_size": 12, "checkpoint_every": 4, "keep_checkpoints": 3, **sections.get("train", {})}
+    return tiny_recipe(folder, **sections, parallel=parallel)
+
+
+def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path:
+    path = write_recipe(folder / f"{name}.yaml", recipe)
+    done = scantling("train", path, "--run-dir", folder / name, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_sharded_run_equals_unsharded_and_resumes_bitwise(name: str, tmp_path: Path) -> None:
+    replicas, shards = MATRIX[name]
+    whole = run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
+    sharded = run(recipe_of(name, tmp_path, shard=shards), tmp_path, "sharded", replicas * shards)
+    for one, other in zip(records(whole), records(sharded), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=ROUGH.get(name.split()[0], 2e-5) * one["step"])
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
+        if "tensor" not in name and "target" not in name:  # TT layers stay whole
+            assert other["weight_bytes"] < 0.9 * one["weight_bytes"]
+            assert other["optimizer_state_bytes"] < 0.9 * one["optimizer_state_bytes"]
+    saved = saved_tensors(sharded, prefix="model/")
+    assert {key: value.shape for key, value in saved.items()} == {
+        key: value.shape for key, value in saved_tensors(whole, prefix="model/").items()
+    }
+    # a run that stopped in the middle ends with the same bits
+    broken = tmp_path / "broken"
+    shutil.copytree(sharded, broken)
+    shutil.rmtree(broken / "checkpoints" / "step-8")
+    done = scantling("train", broken, "--resume", processes=replicas * shards)
+    assert done.returncode == 0, done.stdout + done.stderr
+    straight, resumed = saved_tensors(sharded), saved_tensors(broken)
+    assert straight.keys() == resumed.keys()
+    assert [key for key, value in straight.items() if not torch.equal(value, resumed[key])] == []
+    # the shards are read by one process
+    assert evaluate_run(sharded)["eval_loss"] == pytest.approx(records(sharded)[-1]["eval_loss"], rel=1e-4)
+    assert load_run(sharded).step == 8
+
+
+def test_resume_on_another_mesh_keeps_model_and_optimizer(tmp_path: Path) -> None:
+    """Four processes as 2 x 2, then 1 x 2, then 2 without shards, then one: each state is that of the one before."""
+    recipe = recipe_of("tensor int8 demo", tmp_path, shard=2)
+    recipe["tensor"] = {"rank": {"*mlp*": 4}}  # attention and the embedding are dense
+    recipe["train"] |= {"steps": 10, "checkpoint_every": 2, "keep_checkpoints": 9, "schedule": "constant"}
+    first = run(recipe, tmp_path, "first", 4)
+    for name, processes, shard in (("narrow", 2, 2), ("replicas", 2, 1), ("one", 1, 1), ("wide", 3, 3)):
+        shutil.copytree(first, tmp_path / name)
+        forget(tmp_path / name, 4)
+        settings = ["--set", f"parallel.shard={shard}"]
+        done = scantling("train", tmp_path / name, "--resume", *settings, processes=processes)
+        assert done.returncode == 0, done.stdout + done.stderr
+        one, other = records(first), records(tmp_path / name)
+        assert [record["step"] for record in other] == list(range(1, 11))
+        # the model is the same, so is the loss before the next update
+        assert other[4]["loss"] == pytest.approx(one[4]["loss"], rel=1e-5)
+        replicas = processes // shard
+        averaged = "the exchange starts from the mean of the residuals of 2 replicas" in done.stdout
+        assert averaged == (replicas != 2)
+        # the optimizer, too: its momentum makes the next updates
+        tolerance = 2e-3 if replicas == 2 else 2e-2
+        assert other[7]["loss"] == pytest.approx(one[7]["loss"], rel=tolerance)
+
+
+def test_several_processes_evaluate_shards(tmp_path: Path) -> None:
+    """Also with fewer samples than processes, when some have no batch of their own."""
+    recipe = recipe_of("target adamw", tmp_path, shard=2)
+    recipe["train"] |= {"eval_samples": 5, "micro_batch_size": 1}
+    folder = run(recipe, tmp_path, "run", 2)
+    expected = evaluate_run(folder)["eval_loss"]
+    assert records(folder)[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    for processes in (2, 3):
+        done = scantling("eval", folder, "--json", processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    done = scantling("export", folder, "--to", "hf", tmp_path / "exported")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "processes", "message"),
+    [
+        ({"parallel": {"shard": 3}}, 2, "parallel.shard: 3 do not fit 2 processes"),
+        ({"parallel": {"shard": 2, "replicate": 2}}, 2, "parallel.replicate: 2 do not fit 2 processes"),
+        (
+            {"parallel": {"shard": 2}, "optim": {"name": "muon"}},
+            1,
+            "cannot shard an optimizer whose update needs whole",
+        ),
+        ({"parallel": {"shard": 2}, "precision": {"compute": "fp16"}}, 1, "set precision.compute: bf16"),
+        ({"parallel": {"shard": 2}, "train": {"compile": True}}, 1, "cannot compile a model that gathers"),
+        ({"parallel": {"shard": 2}, "comm": {"name": "demo", "overlap": True}}, 1, "leave it out"),
+        ({"parallel": {"reshard": "never"}}, 1, "has an effect with parallel.shard alone"),
+        ({"parallel": {"shard": 0}}, 1, "parallel.shard"),
+        ({"parallel": {"shard": 2, "offload": True}}, 1, "moves what is on a GPU to the CPU"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, sections: dict[str, Any], processes: int, message: str
+) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, **sections))
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=processes)
+    assert done.returncode == (2 if processes == 1 else 1)  # of several processes, whether one failed
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
