@@ -25,7 +25,14 @@ from scantling.comm.transport.failures import name_silent_ranks
 
 
 def sharded_wire_bytes(
-    gathers: Sequence[tuple[int, int]], whole_bytes: int, *, reduced: float, shards: int, replicas: int, passes: int
+    gathers: Sequence[tuple[int, int]],
+    whole_bytes: int,
+    *,
+    reduced: float,
+    shards: int,
+    replicas: int,
+    whole_replicas: int,
+    passes: int,
 ) -> int:
     """Return the bytes that one process sends in a step of a sharded model.
 
@@ -35,6 +42,7 @@ def sharded_wire_bytes(
         reduced: bytes of a sent gradient per byte of its parameter, such as 2 for fp32 gradients of bf16 weights.
         shards: processes that share a replica.
         replicas: replicas whose gradients FSDP2 averages; 1 if another exchange does.
+        whole_replicas: processes over which the gradients of whole parameters are averaged.
         passes: micro-batches of a step, each with its own reduction of gradients within the replica.
     """
     # gather and reduce-scatter over a ring: each process sends all parts but one
@@ -42,7 +50,7 @@ def sharded_wire_bytes(
     gradients = int(reduced * sum(size for size, _ in gathers))
     sent = passes * (gathered + gradients * (shards - 1) // shards)
     sent += allreduce_wire_bytes(gradients // shards, replicas)
-    return sent + allreduce_wire_bytes(whole_bytes, shards * replicas)
+    return sent + allreduce_wire_bytes(whole_bytes, whole_replicas)
 
 
 class ShardedExchange(GradientExchange):
@@ -104,6 +112,7 @@ class ShardedExchange(GradientExchange):
             reduced=self._reduced,
             shards=shards,
             replicas=replicas if everywhere else 1,
+            whole_replicas=replicas * shards if everywhere else shards,
             passes=self._passes,
         )
         self._passes = 0

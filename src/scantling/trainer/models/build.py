@@ -41,6 +41,7 @@ from scantling.trainer.models.token_ids import SUFFIX, config_ids, set_generatio
 from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.schema import TASKS, ModelSection
 from scantling.trainer.tasks.base import Task, without_cache
+from scantling.trainer.tasks.chunked_loss import chunk_loss
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def convert_model(model: Any, recipe: Recipe) -> Any:
-    """Apply the sections `tensor` and `precision` of a recipe to a dense model in fp32.
+    """Apply the sections `tensor` and `precision`, and `train.loss_chunk`, of a recipe to a dense model in fp32.
 
     Args:
         model: on the CPU, or on the meta device, where TT parameters are not initialized.
@@ -78,6 +79,8 @@ def convert_model(model: Any, recipe: Recipe) -> Any:
         quantize_training(model, **recipe.precision.quantized)
     if recipe.precision.parameters == "bf16":
         store_weights_in_bf16(model)
+    if recipe.train.loss_chunk is not None:
+        chunk_loss(model, recipe.train.loss_chunk)
     return model
 
 

@@ -7,12 +7,12 @@ process alone, and one group of FSDP2 has one dtype, while vectors stay fp32 bes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -102,28 +102,56 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if id(param) not in sharded]
 
 
-def shard_model(
-    model: nn.Module, groups: Iterable[ShardGroup], mesh: DeviceMesh, section: ParallelSection, device: torch.device
-) -> None:
-    """Shard a model in place; its sharded parameters become DTensors, under the same names.
+class MetaModel:
+    """A model on the meta device whose parameters and buffers get their values one after the other.
 
     Args:
-        model: whole, on the CPU.
+        model: on the meta device.
+        read: returns the value of a parameter or buffer on the CPU, given its name and the meta tensor; called on all
+            processes in the same order.
+    """
+
+    def __init__(self, model: nn.Module, read: Callable[[str, Tensor], Tensor]) -> None:
+        self.model, self._read = model, read
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for path, module in model.named_modules():
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self._names.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                self._owners.setdefault(id(tensor), []).append((module, name))
+
+    def fill(self, tensors: Iterable[Tensor], device: torch.device | str = "cpu") -> None:
+        """Replace meta tensors by their values, at each place of the model that holds them."""
+        for tensor in tensors:
+            value = self._read(self._names[id(tensor)], tensor).to(device)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            for module, name in self._owners[id(tensor)]:
+                setattr(module, name, value)
+
+
+def shard_model(
+    meta: MetaModel, groups: Iterable[ShardGroup], mesh: DeviceMesh, section: ParallelSection, device: torch.device
+) -> None:
+    """Shard a model in place, one group after the other, so that no process ever holds more than one whole group.
+
+    Its sharded parameters become DTensors, under the same names.
+
+    Args:
+        meta: a model whose whole parameters and buffers have their values.
         groups: of `shard_groups`.
         mesh: (replicate, shard) if FSDP2 averages gradients over the replicas too, or (shard,).
         section: `parallel` of the recipe.
-        device: where the parts go, one group after the other.
+        device: device of the parts.
     """
-    whole = set(whole_parameters(model))
-    for param in whole:
-        param.data = param.data.to(device)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_DTYPES[section.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if section.offload else OffloadPolicy(),
-        "ignored_params": whole,
+        "ignored_params": set(whole_parameters(meta.model)),
     }
     for group in groups:
+        meta.fill(group.params, device)
         fully_shard(group.module, reshard_after_forward=group.reshards, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence, Set
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from scantling.groups import MatrixDims, Role
+    from scantling.trainer.models.sharding import ShardGroup
     from scantling.tensor.rank_budget import CoreBytes
 
 MIB = 2**20
@@ -37,10 +38,51 @@ def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
     return recipe.optim.release_gradients and not recipe.accumulates(world_size)
 
 
-def held_gradient_bytes(recipe: Recipe, parameters: Iterable[torch.Tensor], *, world_size: int = 1) -> int:
-    """Return the bytes of gradients a process holds in a step: all, or the largest if each is freed immediately."""
-    sizes = [parameter.nbytes for parameter in parameters if parameter.requires_grad]
+def held_gradient_bytes(recipe: Recipe, sizes: Sequence[int], *, world_size: int = 1) -> int:
+    """Return the bytes of gradients a process holds in a step: all, or the largest if each is freed immediately.
+
+    Args:
+        recipe: of the run.
+        sizes: bytes of each trainable parameter on this process.
+        world_size: number of processes.
+    """
     return max(sizes, default=0) if frees_gradients(recipe, world_size=world_size) else sum(sizes)
+
+
+def local_groups(groups: Sequence[dict[str, Any]], sharded: Set[int], shards: int) -> list[dict[str, Any]]:
+    """Return parameter groups on the meta device with the shapes that the first process of a replica has.
+
+    Args:
+        groups: of `scantling.param_groups`.
+        sharded: ids of the parameters that are sharded along their first dim; the others stay whole.
+        shards: processes that share a replica.
+    """
+    import torch
+
+    def part(param: torch.Tensor) -> torch.Tensor:
+        if id(param) not in sharded:
+            return param
+        rows = -(-param.shape[0] // shards)
+        local = torch.empty((rows, *param.shape[1:]), dtype=param.dtype, device="meta")
+        return torch.nn.Parameter(local, requires_grad=param.requires_grad)
+
+    return [{**group, "params": [(name, part(param)) for name, param in group["params"]]} for group in groups]
+
+
+def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
+    """Return the most bytes that gathering weights and reducing gradients take at a time in the passes of a micro-batch.
+
+    Groups that are not resharded stay gathered. In the backward pass, the group whose gradients are computed is there
+    with them and with the copy that is sent, and the next one is gathered already.
+
+    Args:
+        groups: of `shard_groups`.
+        reduced: bytes of a sent gradient per byte of its parameter.
+    """
+    kept = sum(group.num_bytes for group in groups if not group.reshards)
+    largest = sorted((group.num_bytes for group in groups if group.reshards), reverse=True)
+    most = max((group.num_bytes for group in groups), default=0)
+    return kept + sum(largest[:2]) + int((1 + reduced) * most)
 
 
 def core_bytes(recipe: Recipe) -> CoreBytes | None:

@@ -33,7 +33,9 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_passes(run: ResolvedRun, model: Any, *, step_bytes: int | None = None) -> Passes:
+def plan_passes(
+    run: ResolvedRun, model: Any, *, step_bytes: int | None = None, gathered: int = 0, held: int | None = None
+) -> Passes:
     """Trace one micro-batch through the model, without allocating memory.
 
     From the second micro-batch on, the gradients of earlier ones are already allocated. With several processes they
@@ -43,12 +45,15 @@ def plan_passes(run: ResolvedRun, model: Any, *, step_bytes: int | None = None) 
         run: its recipe determines the micro-batch size and the precision, its task provides a batch and the loss.
         model: on the meta device; it cannot be used afterwards.
         step_bytes: temporary memory of one parameter's step, if it runs within the backward pass.
+        gathered: memory that a sharded model gathers weights and gradients in.
+        held: bytes of the gradients of a sharded model on one process.
     """
     recipe, task, world_size = run.recipe, run.task, run.world_size
     seq_len = recipe.data.seq_len
     micro = recipe.micro_batch_size(world_size)
     gradients_held = recipe.accumulates(world_size) or world_size > 1
-    held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
+    if held is None:
+        held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
     # before the trace, which makes the model unusable; the result is used only if the trace fails
     from_shapes = forward_flops(model, sequences=recipe.batch_size, seq_len=seq_len)
 
@@ -72,4 +77,4 @@ def plan_passes(run: ResolvedRun, model: Any, *, step_bytes: int | None = None) 
     # from one micro-batch to the batch of all ranks
     forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
     # the trace leaves out gradients that exist before it
-    return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held)
+    return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held + gathered)

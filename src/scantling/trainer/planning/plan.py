@@ -34,6 +34,7 @@ from scantling.trainer.reporting.format import format_bytes, format_number
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from scantling.trainer.models.sharding import ShardGroup
     from scantling.trainer.planning.passes import Passes
     from scantling.trainer.planning.resolve import ResolvedRun
     from scantling.trainer.tasks.base import TaskData
@@ -209,7 +210,8 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
     from scantling.trainer.models.build import quiet
     from scantling.trainer.models.checkpointing import checkpoint_activations
-    from scantling.trainer.planning.memory import frees_gradients, held_gradient_bytes
+    from scantling.trainer.models.sharding import reduced_bytes, shard_groups
+    from scantling.trainer.planning.memory import frees_gradients, gathered_bytes, held_gradient_bytes, local_groups
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
     from scantling.trainer.rss import rss_bytes
@@ -219,7 +221,15 @@ def plan_run(run: ResolvedRun) -> Plan:
     notes = list(run.sizes.notes)
     model = planned_model(run, notes)
     notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run)]
-    wire, residuals = _traffic(recipe, model, world_size)
+    groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
+    roles = _by_role(groups)
+    _, shards = recipe.parallel.mesh_shape(world_size)
+    parts = shard_groups(model, recipe.parallel) if shards > 1 else []
+    all_bytes = sum(param.nbytes for group in groups for _, param in group["params"])
+    groups = local_groups(groups, {id(param) for part in parts for param in part.params}, shards)
+    local = [param for group in groups for _, param in group["params"]]
+    elsewhere = all_bytes - sum(param.nbytes for param in local)  # on the other processes of a replica
+    wire, residuals = _traffic(recipe, model, groups, parts, world_size)
     # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model, recipe.train.activation_checkpointing)
@@ -228,17 +238,24 @@ def plan_run(run: ResolvedRun) -> Plan:
     base = 0 if on_gpu else rss_bytes()
     # tied weights appear once
     parameters = list(model.parameters())
-    weight_bytes = sum(p.nbytes for p in parameters)
-    gradient_bytes = held_gradient_bytes(recipe, parameters, world_size=world_size)
+    weight_bytes = sum(p.nbytes for p in parameters) - elsewhere
+    trained = [p.nbytes for p in local if p.requires_grad]
+    gradient_bytes = held_gradient_bytes(recipe, trained, world_size=world_size)
     released = frees_gradients(recipe, world_size=world_size)
     # after a momentum exchange, some groups have no momentum, and less state
-    groups = optimizer_groups(recipe, param_groups(model, weight_decay=recipe.optim.weight_decay))
+    groups = optimizer_groups(recipe, groups)
     options = recipe.optimizer_options
     state = predicted_state_bytes(recipe.optim.name, groups, **options)
     # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **options})
     with quiet():
-        passes = plan_passes(run, model, step_bytes=of_optimizer if released else None)
+        passes = plan_passes(
+            run,
+            model,
+            step_bytes=of_optimizer if released and shards == 1 else None,
+            gathered=gathered_bytes(parts, reduced_bytes(recipe)) + (of_optimizer if released and shards > 1 else 0),
+            held=gradient_bytes if shards > 1 else None,
+        )
     notes += _memory_notes(run, passes, released=released, state=state)
     tokens = run.tokens_per_step
     flops = _step_flops(passes)
@@ -248,7 +265,7 @@ def plan_run(run: ResolvedRun) -> Plan:
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_non_embedding=num_non_embedding(model),
-        parameters_by_role=_by_role(groups),
+        parameters_by_role=roles,
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=state,
@@ -288,6 +305,8 @@ def _exchange_notes(run: ResolvedRun) -> list[str]:
 
 def _memory_notes(run: ResolvedRun, passes: Passes, *, released: bool, state: int | None) -> list[str]:
     """Return notes on memory that the plan does not know, or knows for other kernels only."""
+    from scantling.trainer.planning.memory import allocator_bytes
+
     notes = []
     if run.recipe.optim.release_gradients and not released:
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
@@ -296,6 +315,12 @@ def _memory_notes(run: ResolvedRun, passes: Passes, *, released: bool, state: in
     notes += passes.notes
     if run.device == "cuda" and passes.peak_bytes is not None:
         notes.append("the memory of the passes is that of a CPU's kernels; a GPU's may keep less")
+    _, shards = run.recipe.parallel.mesh_shape(run.world_size)
+    if run.device == "cpu" and shards > 1 and allocator_bytes(1):
+        notes.append(
+            "glibc keeps the freed blocks of gathered weights, up to as much again as the peak without the process; "
+            "MALLOC_MMAP_THRESHOLD_=131072 in the environment returns them, and is slower"
+        )
     if run.recipe.train.compile:
         notes.append("compiled kernels keep less for the backward pass than is planned here")
     return notes
@@ -336,17 +361,48 @@ def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return roles
 
 
-def _traffic(recipe: Recipe, model: Any, world_size: int) -> tuple[int, int]:
-    """Return the bytes that a process sends per step, and the bytes of state that the exchange keeps."""
-    from scantling.comm import MomentumExchange, allreduce_wire_bytes
-    from scantling.comm.demo_exchange import exchange_groups
+def _traffic(
+    recipe: Recipe, model: Any, groups: Sequence[Any], parts: Sequence[ShardGroup], world_size: int
+) -> tuple[int, int]:
+    """Return the bytes that a process sends per step, and the bytes of state that the exchange keeps.
 
-    if recipe.comm.name != "demo":
-        return allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size), 0
-    options = recipe.comm.demo_options
-    # meta parameters are enough, because only shapes determine the layout of the messages
-    exchange = MomentumExchange(exchange_groups(model, options), **options)
-    return round(exchange.planned_wire_bytes_per_step(world_size)), exchange.planned_state_bytes()
+    Args:
+        recipe: of the run.
+        model: on the meta device.
+        groups: parameter groups with the shapes on one process.
+        parts: groups of the parameters that are gathered together; empty if the model is not sharded.
+        world_size: number of processes.
+    """
+    from scantling.comm import MomentumExchange, allreduce_wire_bytes, sharded_wire_bytes
+    from scantling.comm.demo_exchange import exchange_groups
+    from scantling.trainer.models.sharding import reduced_bytes, whole_parameters
+
+    is_demo = recipe.comm.name == "demo"
+    replicas, shards = recipe.parallel.mesh_shape(world_size)
+    sent, state = 0, 0
+    if shards > 1:
+        sent = sharded_wire_bytes(
+            [(part.num_bytes, part.gathers) for part in parts],
+            sum(p.nbytes for p in whole_parameters(model) if p.requires_grad),
+            reduced=reduced_bytes(recipe),
+            shards=shards,
+            replicas=1 if is_demo else replicas,
+            whole_replicas=shards if is_demo else world_size,
+            passes=recipe.batch_size // world_size // recipe.micro_batch_size(world_size),
+        )
+    elif not is_demo:
+        sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)
+    if is_demo:
+        options = recipe.comm.demo_options
+        # meta parameters are enough, because only shapes determine the layout of the messages
+        exchanged = exchange_groups(model, options)
+        local = {name: param for group in groups for name, param in group["params"]}
+        for group in exchanged:
+            group["params"] = [(name, local[name]) for name, _ in group["params"]]
+        exchange = MomentumExchange(exchanged, **options)
+        sent += round(exchange.planned_wire_bytes_per_step(replicas))
+        state = exchange.planned_state_bytes()
+    return sent, state
 
 
 def _working_memory(

@@ -180,6 +180,8 @@ def _check_task(content: Content) -> Iterator[Fault]:
         for key, tasks in KEYS_OF_TASKS.items():
             if task not in tasks and _changed(data, DataSection, key):
                 yield Fault(f"data.{key}", f"has no meaning for the task '{task}'; it belongs to {' and '.join(tasks)}")
+        if task != "causal-lm" and get_section(content, "train").get("loss_chunk") is not None:
+            yield Fault("train.loss_chunk", f"has no meaning for the task '{task}'; it belongs to causal-lm")
     if task == "seq2seq":
         pairs = isinstance(fields, Mapping) and fields.get("pair") is not None
         for key in ("mask_probability", "span_length") if pairs else ("bucket", "pad_to_multiple_of"):

@@ -24,7 +24,9 @@ from scantling.trainer.tasks.base import (
     loss_and_perplexity,
     mean_loss,
     pad_rows,
+    unwrapped,
 )
+from scantling.trainer.tasks.chunked_loss import loss_labels
 from scantling.trainer.tasks.streams import bin_data, prepared_windows, refuse_pairs
 
 
@@ -117,8 +119,9 @@ class CausalLM(Task):
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> LossSums:
         # without use_cache=False, transformers does not look for packed documents in position_ids
-        logits = model(**batch.inputs, use_cache=False).logits
-        return LossSums(cross_entropy_sum(logits, batch.labels))
+        with loss_labels(unwrapped(model), batch.labels) as is_chunked:
+            found = model(**batch.inputs, use_cache=False).logits
+        return LossSums(found if is_chunked else cross_entropy_sum(found, batch.labels))
 
     def metrics(self, sums: dict[str, float], data: TaskData) -> dict[str, float]:
         loss = mean_loss(sums)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange, ShardedExchange
 from scantling.comm.transport.shards import to_local
@@ -22,7 +23,9 @@ from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import build_model, convert_model, mixes_documents
 from scantling.trainer.models.checkpointing import checkpoint_activations
-from scantling.trainer.models.sharding import reduced_bytes, shard_groups, shard_model
+from scantling.trainer.models.sharding import MetaModel, reduced_bytes, shard_groups, shard_model, whole_parameters
+from scantling.trainer.planning.plan import planned_model
+from scantling.tensor.report import without_warnings
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.resolve import ResolvedRun
@@ -47,17 +50,16 @@ def build_loop(
     if context.rank == 0:
         key = "compute" if recipe.precision.parameters == "fp32" else "parameters"
         warn_if_slow_matmul(compute, context.device, f"set precision.{key}: fp32")
-    model = build_run_model(run)
-    if context.mesh is None:
-        model = model.to(context.device)
+    meta = None if context.mesh is None else build_meta_model(run, context)
+    model = build_run_model(run).to(context.device) if meta is None else meta.model
     # rank gates are parameters, so they come before the optimizer
     tensor = build_tensor_training(recipe)
     tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model, settings.activation_checkpointing)
     exchange = build_exchange(recipe, model, context)
-    if context.mesh is not None:
-        shard_run_model(model, recipe, context)
+    if meta is not None:
+        shard_run_model(meta, recipe, context)
     if settings.compile:
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
@@ -83,7 +85,9 @@ def build_loop(
         return {
             "num_parameters": sum(p.numel() for p in weights),
             "weight_bytes": sum(to_local(p).nbytes for p in weights),
-            "gradient_bytes": held_gradient_bytes(recipe, weights, world_size=context.world_size),
+            "gradient_bytes": held_gradient_bytes(
+                recipe, [to_local(p).nbytes for p in weights if p.requires_grad], world_size=context.world_size
+            ),
         }
 
     return Loop(
@@ -209,13 +213,46 @@ def build_exchange(recipe: Recipe, model: torch.nn.Module, context: DistContext)
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 
 
-def shard_run_model(model: torch.nn.Module, recipe: Recipe, context: DistContext) -> None:
-    """Shard a model in place over the mesh of the context."""
+def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel:
+    """Return the model of a run on the meta device, whose values the first process of each replica has on its CPU.
+
+    Whole parameters and buffers have their values already. The values are those of an unsharded run. Collectives:
+    `wait_for_all`, `run_on_all`, and a broadcast within the replica for each tensor.
+
+    Raises:
+        UserError: as of `build_run_model`.
+    """
+    assert context.mesh is not None
+    group, first = context.mesh.get_group(SHARD), context.replica * context.num_shards
+    values: dict[str, torch.Tensor] = {}
+
+    def build() -> None:
+        model = build_run_model(run)
+        values.update({name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())})
+
+    context.wait_for_all()  # a large model takes longer than a collective may
+    context.run_on_all(build, taking_part=context.rank == first)
+
+    def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        value = values.pop(name) if context.rank == first else torch.empty_like(tensor, device="cpu")
+        if value.numel():
+            # as bytes, because backends do not support every dtype
+            dist.broadcast(value.contiguous().reshape(-1).view(torch.uint8), first, group=group)
+        return value
+
+    with without_warnings():
+        meta = MetaModel(planned_model(run, []), read)
+    meta.fill([*meta.model.buffers(), *whole_parameters(meta.model)], context.device)
+    return meta
+
+
+def shard_run_model(meta: MetaModel, recipe: Recipe, context: DistContext) -> None:
+    """Shard a model in place over the mesh of the context. Collectives: as of `build_meta_model`."""
     assert context.mesh is not None
     # an exchange of momentum averages between replicas itself
     mesh = context.mesh[SHARD] if recipe.comm.name == "demo" or context.num_replicas == 1 else context.mesh
-    groups = shard_groups(model, recipe.parallel)
-    shard_model(model, groups, mesh, recipe.parallel, context.device)
+    groups = shard_groups(meta.model, recipe.parallel)
+    shard_model(meta, groups, mesh, recipe.parallel, context.device)
 
 
 def _seed_generators(seed: int) -> None:

@@ -24,7 +24,7 @@ from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.tasks import get_task
 from scantling.trainer.tasks.base import Task, TaskData
-from scantling.trainer.training.build import build_run_model, build_tensor_training, shard_run_model
+from scantling.trainer.training.build import build_meta_model, build_run_model, build_tensor_training, shard_run_model
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.checkpoint_state import load_model, load_tensor
 from scantling.trainer.training.evaluate import evaluate_heldout
@@ -117,13 +117,14 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext, *, shards: bool 
     check_recipe_of_checkpoint(checkpoint, recipe)
     check_data(checkpoint, data.info.get("fingerprint"))
     with without_warnings():
-        model = build_run_model(run)
+        meta = None if context.mesh is None else build_meta_model(run, context)
+        model = build_run_model(run) if meta is None else meta.model
     # TT ranks first: they set the shapes of the weights. Pruned ranks are removed after the weights are loaded
     tensor = build_tensor_training(recipe)
     tensor.attach(model)  # the saved ranks are in the state of the rank gates
     load_tensor(tensor, checkpoint)
-    if context.mesh is not None:
-        shard_run_model(model, recipe, context)
+    if meta is not None:
+        shard_run_model(meta, recipe, context)
     load_model(model, checkpoint)
     tensor.detach()
     if context.mesh is None:
