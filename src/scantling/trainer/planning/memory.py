@@ -34,8 +34,9 @@ def allocator_bytes(working_bytes: int) -> int:
 
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
-    """Return True if the step frees each gradient immediately; False if several micro-batches accumulate into it."""
-    return recipe.optim.release_gradients and not recipe.accumulates(world_size)
+    """Return True if the step frees each gradient immediately; False if several passes accumulate into it."""
+    in_one_pass = not recipe.accumulates(world_size) or recipe.passes_blocks_in_parts(world_size)
+    return recipe.optim.release_gradients and in_one_pass
 
 
 def held_gradient_bytes(recipe: Recipe, sizes: Sequence[int], *, world_size: int = 1) -> int:

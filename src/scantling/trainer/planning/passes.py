@@ -50,8 +50,8 @@ def plan_passes(
     """
     recipe, task, world_size = run.recipe, run.task, run.world_size
     seq_len = recipe.data.seq_len
-    micro = recipe.micro_batch_size(world_size)
-    gradients_held = recipe.accumulates(world_size) or world_size > 1
+    micro = recipe.pass_size(world_size)
+    gradients_held = micro * world_size < recipe.batch_size or world_size > 1
     if held is None:
         held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
     # before the trace, which makes the model unusable; the result is used only if the trace fails

@@ -208,6 +208,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     """
     from scantling.groups import num_non_embedding, param_groups
     from scantling.optim.memory import predicted_state_bytes, predicted_temporary_bytes
+    from scantling.trainer.models.block_parts import checkpoint_in_parts
     from scantling.trainer.models.build import quiet
     from scantling.trainer.models.checkpointing import checkpoint_activations
     from scantling.trainer.models.sharding import reduced_bytes, shard_groups
@@ -233,6 +234,8 @@ def plan_run(run: ResolvedRun) -> Plan:
     # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model, recipe.train.activation_checkpointing)
+        if recipe.passes_blocks_in_parts(world_size):
+            checkpoint_in_parts(model, recipe.micro_batch_size(world_size))
     on_gpu = run.device == "cuda"
     # measured before the trace, whose fake tensors and caches grow this process
     base = 0 if on_gpu else rss_bytes()
@@ -388,7 +391,7 @@ def _traffic(
             shards=shards,
             replicas=1 if is_demo else replicas,
             whole_replicas=shards if is_demo else world_size,
-            passes=recipe.batch_size // world_size // recipe.micro_batch_size(world_size),
+            passes=recipe.batch_size // world_size // recipe.pass_size(world_size),
         )
     elif not is_demo:
         sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)

@@ -461,7 +461,9 @@ class TrainSection(Section):
     batch_size: int | None = Field(default=None, ge=1)
     """Sequences per optimizer step over all processes."""
     micro_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences per forward pass of one process. Default: its whole share, without gradient accumulation."""
+    """Sequences per forward pass of one process. Default: its whole share, without gradient accumulation. With
+    `release_gradients` and `activation_checkpointing: true` they pass one block after the other, so that the gradients
+    of one block exist at a time; the inputs of all blocks are then stored for the whole share."""
     clip: float | None = Field(default=1.0, gt=0.0)
     """Largest global gradient norm; null for no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -542,6 +544,22 @@ class Recipe(Section):
         # at least one, although `check_world_size` refuses a batch that is smaller than the number of processes
         share = max(1, self.batch_size // world_size)
         return min(self.train.micro_batch_size or share, share)
+
+    def passes_blocks_in_parts(self, world_size: int = 1) -> bool:
+        """Return True if the micro-batches pass each block one after the other, instead of the whole model.
+
+        Each gradient is then complete when its block is done, and can be released.
+        """
+        return (
+            self.optim.release_gradients
+            and self.train.activation_checkpointing is True
+            and self.accumulates(world_size)
+        )
+
+    def pass_size(self, world_size: int = 1) -> int:
+        """Return the sequences that pass the model at a time on one of `world_size` processes."""
+        in_parts = self.passes_blocks_in_parts(world_size)
+        return self.batch_size // world_size if in_parts else self.micro_batch_size(world_size)
 
     def accumulates(self, world_size: int = 1) -> bool:
         """Return True if a process accumulates its gradient over several micro-batches."""

@@ -21,6 +21,7 @@ from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
+from scantling.trainer.models.block_parts import checkpoint_in_parts
 from scantling.trainer.models.build import build_model, convert_model, mixes_documents
 from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.models.sharding import MetaModel, reduced_bytes, shard_groups, shard_model, whole_parameters
@@ -57,6 +58,8 @@ def build_loop(
     tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model, settings.activation_checkpointing)
+        if recipe.passes_blocks_in_parts(context.world_size):
+            checkpoint_in_parts(model, recipe.micro_batch_size(context.world_size))
     exchange = build_exchange(recipe, model, context)
     if meta is not None:
         shard_run_model(meta, recipe, context)
@@ -136,7 +139,7 @@ def _build_batches(run: ResolvedRun, context: DistContext) -> BatchSource:
         data.collate,
         # the seed is the same on all ranks: each takes its share of one global order
         Sampler(len(data.train), batch_size=recipe.batch_size, seed=recipe.train.seed, lengths=data.lengths),
-        micro_batch_size=recipe.micro_batch_size(context.world_size),
+        micro_batch_size=recipe.pass_size(context.world_size),
         rank=context.rank,
         world_size=context.world_size,
         workers=recipe.data.workers,
