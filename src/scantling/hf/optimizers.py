@@ -5,8 +5,8 @@ parameters itself, by name, and its groups do not record the role of their param
 called as `first()(model, **kwargs)`. This module uses factories, because they see the model and can build the groups
 of `scantling.param_groups`.
 
-Limits: the learning rate and weight decay of `TrainingArguments` have no effect; set them here. Under FSDP, the
-Trainer shards the optimizer's state before the first step; this is not tested yet.
+Limits: the learning rate and weight decay of `TrainingArguments` have no effect; set them here. CAME works under the
+Trainer's FSDP2 (`fsdp=True`), with an exact resume.
 """
 
 from __future__ import annotations

@@ -33,3 +33,26 @@ class Poisoned(Stepper):
 def patch() -> None:
     """Poison the runs of this process; for `before` of `tests.runs.scantling`."""
     build.Stepper = Poisoned  # type: ignore[misc]
+
+
+class PoisonedShard(Stepper):
+    """Like `Poisoned`, of a parameter that exists only while FSDP2 has gathered it."""
+
+    def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step != 3 or os.environ["RANK"] != "1":
+            return super().step(step, *args, **kwargs)
+        layer = self.model.get_submodule(POISONED.rpartition(".")[0])
+
+        def add_hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            module.get_parameter("weight").register_hook(poison)
+
+        handle = layer.register_forward_hook(add_hook)
+        try:
+            return super().step(step, *args, **kwargs)
+        finally:
+            handle.remove()
+
+
+def patch_sharded() -> None:
+    """Poison the sharded runs of this process."""
+    build.Stepper = PoisonedShard  # type: ignore[misc]

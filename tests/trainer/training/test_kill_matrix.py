@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ def run_until_killed(words: list[str | Path], metrics: Path, moment: float, *, p
     kill_tree(process)
 
 
+def check_kills(tmp_path: Path, recipe: dict[str, Any], moments: Sequence[float], *, processes: int) -> None:
+    """Compare a run with one that is killed at these moments, each in steps after the one before."""
+    steps = recipe["train"]["steps"]
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    done = scantling("train", path, "--run-dir", straight, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    metrics, words = broken / "metrics.jsonl", ["train", path, "--run-dir", broken]
+    lines = 0
+    for moment in moments:
+        run_until_killed(words, metrics, lines + moment, processes=processes)
+        words = ["train", broken, "--resume"]
+        lines = metrics.read_text().count("\n")  # the resumed run appends to the same file
+    done = scantling("train", broken, "--resume", processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    for want, got in zip(records(straight), records(broken), strict=True):
+        for key in ("step", "tokens", "loss", "grad_norm", "lr", "eval_loss", "tensor_parameters"):
+            assert want.get(key) == got.get(key), (want["step"], key)
+    want_tensors, got_tensors = (load_tensors(run / f"checkpoints/step-{steps}") for run in (straight, broken))
+    assert want_tensors.keys() == got_tensors.keys()
+    for key, tensor in want_tensors.items():
+        assert torch.equal(tensor, got_tensors[key]), key
+    want_values, got_values = (read_manifest(run / f"checkpoints/step-{steps}")["values"] for run in (straight, broken))
+    for key in want_values.keys() - {"joules"}:
+        assert want_values[key] == got_values[key], key
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2])
@@ -57,27 +87,24 @@ def test_two_kills_at_random_moments_end_with_the_same_bits(
     }
     recipe = tiny_recipe(tmp_path, **{name: keys for name, keys in sections.items() if keys})
     recipe["model"]["overrides"] |= WIDE
-    path = write_recipe(tmp_path / "recipe.yaml", recipe)
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    done = scantling("train", path, "--run-dir", straight, processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
-
     chosen = random.Random(zlib.crc32(f"{model} {optimizer} {exchange} {precision} {processes}".encode()))
     first, second = sorted(chosen.uniform(2.5, LAST_KILL) for _ in range(2))
-    run_until_killed(["train", path, "--run-dir", broken], broken / "metrics.jsonl", first, processes=processes)
-    lines = (broken / "metrics.jsonl").read_text().count("\n")
-    again = lines + max(1.0, second - first)  # the resumed run appends to the same file
-    run_until_killed(["train", broken, "--resume"], broken / "metrics.jsonl", again, processes=processes)
-    done = scantling("train", broken, "--resume", processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_kills(tmp_path, recipe, [first, max(1.0, second - first)], processes=processes)
 
-    for want, got in zip(records(straight), records(broken), strict=True):
-        for key in ("step", "tokens", "loss", "grad_norm", "lr", "eval_loss", "tensor_parameters"):
-            assert want.get(key) == got.get(key), (want["step"], key)
-    want_tensors, got_tensors = (load_tensors(run / f"checkpoints/step-{STEPS}") for run in (straight, broken))
-    assert want_tensors.keys() == got_tensors.keys()
-    for key, tensor in want_tensors.items():
-        assert torch.equal(tensor, got_tensors[key]), key
-    want_values, got_values = (read_manifest(run / f"checkpoints/step-{STEPS}")["values"] for run in (straight, broken))
-    for key in want_values.keys() - {"joules"}:
-        assert want_values[key] == got_values[key], key
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_twenty_kills_of_sharded_replicas_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Two replicas of two processes each, which exchange momentum: TT layers, and dense layers with int8 momentum."""
+    recipe = tiny_recipe(
+        tmp_path,
+        parallel={"shard": 2, "replicate": 2},
+        comm=EXCHANGES["demo"],
+        tensor={"rank": {"*mlp*": 8}, "size_target": 0.6, "adapt": 20, "truncate_every": 3},
+        optim={**OPTIMIZERS["came"], "betas": [0.9, 0.95, 0.995], "momentum": "int8"},
+        train={"steps": 60, "checkpoint_every": 2, "batch_size": 8},
+    )
+    recipe["model"]["overrides"] |= WIDE
+    chosen = random.Random(0)
+    check_kills(tmp_path, recipe, [chosen.uniform(0.5, 4.5) for _ in range(20)], processes=4)

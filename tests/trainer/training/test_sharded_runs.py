@@ -12,6 +12,7 @@ import torch
 
 from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.trainer.training import poisoned
 
 pytestmark = pytest.mark.dist
 
@@ -177,3 +178,12 @@ def test_settings_that_do_not_fit_are_refused(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_rank_and_tensor_of_a_nan_are_named(tmp_path: Path) -> None:
+    """The loss is finite: the NaN is in a gradient of rank 1, and in the part of it that rank 0 keeps."""
+    path = write_recipe(tmp_path / "recipe.yaml", recipe_of("dense adamw", tmp_path, shard=2))
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch_sharded)
+    assert done.returncode == 1
+    assert "step 3, rank 0: the gradient of model.layers.1.mlp.up_proj.weight (1 of" in done.stderr
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]

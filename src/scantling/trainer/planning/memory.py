@@ -73,17 +73,22 @@ def local_groups(groups: Sequence[dict[str, Any]], sharded: Set[int], shards: in
 def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
     """Return the most bytes that gathering weights and reducing gradients take at a time in the passes of a micro-batch.
 
-    Groups that are not resharded stay gathered. In the backward pass, the group whose gradients are computed is there
-    with them and with the copy that is sent, and the next one is gathered already.
+    In the backward pass, a gathered group is there with its gradients and with their copy that is sent, and on a GPU the
+    next block is gathered already. The rest of the model, which comes last in `groups`, stays gathered in all passes,
+    and so do all groups if none is resharded. The head is resharded after its backward pass, which comes first.
 
     Args:
         groups: of `shard_groups`.
         reduced: bytes of a sent gradient per byte of its parameter.
     """
-    kept = sum(group.num_bytes for group in groups if not group.reshards)
-    largest = sorted((group.num_bytes for group in groups if group.reshards), reverse=True)
-    most = max((group.num_bytes for group in groups), default=0)
-    return kept + sum(largest[:2]) + int((1 + reduced) * most)
+    if not groups:
+        return 0
+    *parts, rest = (group.num_bytes for group in groups)
+    each = sorted(parts) or [0]
+    if not any(group.reshards for group in groups):
+        return sum(parts) + rest + int((1 + reduced) * max(*parts, rest))
+    within = each[len(each) // 2] + int((2 + reduced) * each[-1])  # most groups are blocks, of one size
+    return rest + max(within, int((1 + reduced) * rest))
 
 
 def core_bytes(recipe: Recipe) -> CoreBytes | None:
