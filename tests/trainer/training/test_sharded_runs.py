@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scantling.trainer.training.trained_run import evaluate_run, load_run
-from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.runs import WIDE, forget, on_machines, records, saved_tensors, scantling, tiny_recipe, write_recipe
 from tests.trainer.training import poisoned
 
 pytestmark = pytest.mark.dist
@@ -58,6 +58,13 @@ MATRIX = {
     "bf16": (1, 2),
     "bf16 micro": (2, 2),
 }
+QUICK = (
+    "dense came allreduce",
+    "dense int8 demo products",
+    "target int4 demo",
+    "released allreduce micro checkpointed",
+)
+"""Cases that run by default; together they have most of the parts."""
 ROUGH = {"bf16": 0.02}
 """Largest difference of the loss; by default fp32 rounding."""
 
@@ -83,7 +90,9 @@ def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path
     return folder / name
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MATRIX]
+)
 def test_sharded_run_equals_unsharded_and_resumes_bitwise(name: str, tmp_path: Path) -> None:
     replicas, shards = MATRIX[name]
     whole = run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
@@ -187,3 +196,39 @@ def test_rank_and_tensor_of_a_nan_are_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "step 3, rank 0: the gradient of model.layers.1.mlp.up_proj.weight (1 of" in done.stderr
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
+
+
+def test_replica_over_machines_without_shared_folder_is_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", recipe_of("dense adamw", tmp_path, shard=2))
+    machines = [tmp_path / name for name in ("first", "second")]
+    for machine in machines:
+        machine.mkdir()
+    ended = on_machines(machines, "train", path, "--run-dir", "run")
+    assert [each.code for each in ended] == [2, 2]
+    assert "rank 0 on" in ended[0].err
+    assert "share one replica and see different run directories" in ended[0].err
+    # whole replicas on each machine: both folders are complete
+    recipe = recipe_of("dense sign demo", tmp_path, shard=2, replicate=2)
+    ended = on_machines(machines, "train", write_recipe(path, recipe), "--run-dir", "run", processes=2)
+    assert [each.code for each in ended] == [0, 0, 0, 0], ended[0].err
+    one, other = (saved_tensors(machine / "run", prefix="model/") for machine in machines)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+    ended = on_machines(machines, "train", "run", "--resume", "--set", "train.steps=8", processes=2)
+    assert [each.code for each in ended] == [0, 0, 0, 0], ended[0].err
+
+
+def test_model_without_blocks_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "clicks.csv"
+    rows.write_text("y,a,b\n" + "".join(f"{i % 2},{i % 5},{i % 3}\n" for i in range(200)))
+    recipe = {
+        "model": {"preset": "dlrm"},
+        "data": {"csv": str(rows), "clicks": {"label": "y", "categorical": ["a", "b"]}},
+        "parallel": {"shard": 2},
+        "train": {"steps": 2, "batch_size": 8, "device": "cpu"},
+    }
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2)
+    assert done.returncode == 1
+    assert "parallel.shard: DLRM does not name its blocks" in done.stderr
+    assert "Traceback" not in done.stderr
