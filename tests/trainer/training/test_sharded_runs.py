@@ -175,7 +175,7 @@ def test_several_processes_evaluate_shards(tmp_path: Path) -> None:
         ({"parallel": {"shard": 2}, "comm": {"name": "demo", "overlap": True}}, 1, "leave it out"),
         ({"parallel": {"reshard": "never"}}, 1, "has an effect with parallel.shard alone"),
         ({"parallel": {"shard": 0}}, 1, "parallel.shard"),
-        ({"parallel": {"shard": 2, "offload": True}}, 1, "moves what is on a GPU to the CPU"),
+        ({"parallel": {"shard": 2, "offload": True}}, 1, "moves tensors from a GPU to the CPU"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

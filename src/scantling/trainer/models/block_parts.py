@@ -67,7 +67,7 @@ class _Call:
         self._size = size
         self._outputs: tuple[list[Any], Any] = [], None
 
-    def cut(self, tensors: Sequence[Tensor], start: int) -> list[Tensor]:
+    def parts_from(self, tensors: Sequence[Tensor], start: int) -> list[Tensor]:
         """Return the part of each tensor that begins with a sequence."""
         stop = start + self._size
         return [each[start:stop] if each.ndim and len(each) == self._batch else each for each in tensors]
@@ -100,11 +100,11 @@ class _Parts(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         device = tensors[0].device
         ctx.call, ctx.count, ctx.states = call, count, []
-        ctx.autocast = _autocast_of(device.type)
+        ctx.autocast = _current_autocast(device.type)
         found: list[list[Tensor]] = []
         for start in call.starts:
             ctx.states.append(_random_state(device))
-            found.append(call(call.cut(tensors[:count], start)))
+            found.append(call(call.parts_from(tensors[:count], start)))
         ctx.save_for_backward(*tensors)
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
@@ -116,7 +116,7 @@ class _Parts(torch.autograd.Function):
         inputs, params = tensors[: ctx.count], tensors[ctx.count :]
         wanted = ctx.needs_input_grad[2 : 2 + ctx.count]
         sums: list[Tensor | None] = [None] * len(params)
-        # gradients of inputs: of each part for those that are cut, and a sum for others
+        # gradients of inputs: of each part for those with a part for each sequence, and a sum for others
         of_inputs: list[list[Tensor]] = [[] for _ in inputs]
         device = inputs[0].device
         with ExitStack() as contexts:
@@ -125,14 +125,14 @@ class _Parts(torch.autograd.Function):
                 _set_random_state(device, state)
                 part = [
                     each.detach().requires_grad_(needed)
-                    for each, needed in zip(call.cut(inputs, start), wanted, strict=True)
+                    for each, needed in zip(call.parts_from(inputs, start), wanted, strict=True)
                 ]
                 # hooks without effect, as around a checkpoint: by them a plan counts the products as recomputed
                 with torch.enable_grad(), ctx.autocast(), saved_tensors_hooks(_unchanged, _unchanged):
                     outputs = call(part)
                 pairs = [
                     (output, grad)
-                    for output, grad in zip(outputs, call.cut(grads, start), strict=True)
+                    for output, grad in zip(outputs, call.parts_from(grads, start), strict=True)
                     if output.requires_grad
                 ]
                 sources = [each for each in part if each.requires_grad]
@@ -163,7 +163,7 @@ def _join(grads: Sequence[Tensor], whole: Tensor) -> Tensor | None:
     return torch.stack(list(grads)).sum(0)
 
 
-def _autocast_of(device_type: str) -> Callable[[], Any]:
+def _current_autocast(device_type: str) -> Callable[[], Any]:
     """Return a function that makes the context of the current autocast."""
     return partial(
         torch.autocast,

@@ -2,7 +2,7 @@
 
 Weight matrices and embeddings are sharded along their first dim. Vectors, such as biases and norms, and the TT cores
 and rank gates of TT layers are few numbers and stay whole on each process: a core of shape (1, n, r) would lie on one
-process alone, and one group of FSDP2 has one dtype, while vectors stay fp32 beside bf16 matrices.
+process alone, and one group of FSDP2 has one dtype, while vectors stay fp32 if matrices are bf16.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
     *parts, rest = (group.num_bytes for group in groups)
     each = sorted(parts) or [0]
     if not any(group.reshards for group in groups):
-        return sum(parts) + rest + int((1 + reduced) * max(*parts, rest))
+        return sum(parts) + rest + int((1 + reduced) * max([*parts, rest]))
     within = each[len(each) // 2] + int((2 + reduced) * each[-1])  # most groups are blocks, of one size
     return rest + max(within, int((1 + reduced) * rest))
 

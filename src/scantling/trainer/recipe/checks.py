@@ -425,7 +425,7 @@ def _check_parallel(content: Content) -> Iterator[Fault]:
     if train.get("graph") is True:
         yield Fault("train.graph", "captures the step of one process; leave one of both out", "parallel.shard")
     if parallel.get("offload") is True and train.get("device") == "cpu":
-        yield Fault("parallel.offload", "moves what is on a GPU to the CPU; leave it out", "train.device: cpu")
+        yield Fault("parallel.offload", "moves tensors from a GPU to the CPU; leave it out", "train.device: cpu")
     if comm.get("overlap") is True:
         problem = "sends the gradients of vectors before the processes of a replica have averaged them; leave it out"
         yield Fault("comm.overlap", problem, f"parallel.shard: {parallel['shard']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 import torch
@@ -32,18 +33,18 @@ def evaluate_heldout(run: ResolvedRun, model: nn.Module, context: DistContext) -
             "nothing is held out: data.heldout is 0 and data.validation is not given; set one of the two in the recipe"
         )
     dataset, most, world = data.heldout, recipe.train.eval_samples, context.world_size
+    micro = recipe.micro_batch_size(world)
 
-    def batches_of(rank: int) -> list[Batch]:
-        micro = recipe.micro_batch_size(world)
-        return list(
-            eval_batches(dataset, data.collate, micro, rank=rank, world_size=world, max_samples=most, workers=0)
-        )
+    def make_batches(rank: int) -> Iterator[Batch]:
+        return eval_batches(dataset, data.collate, micro, rank=rank, world_size=world, max_samples=most, workers=0)
 
-    own: list[Batch] = batches_of(context.rank)
-    # rank 0 has the most samples: the others repeat its last batches, so that all gather the weights as often
-    repeated = [] if context.mesh is None else batches_of(0)[len(own) :]
+    repeated: Iterator[Batch] = iter(())
+    if context.mesh is not None:
+        # rank 0 has the most samples: the others repeat its last batches, so that all gather the weights as often
+        samples = len(range(context.rank, min(len(dataset), most or len(dataset)), world))
+        repeated = islice(make_batches(0), -(-samples // micro), None)
     compute = recipe.precision.autocast(context.device.type)
-    return evaluate(model, run.task, data, own, context, compute=compute, repeated=repeated)
+    return evaluate(model, run.task, data, make_batches(context.rank), context, compute=compute, repeated=repeated)
 
 
 @torch.no_grad()

@@ -329,7 +329,7 @@ class GradientRelease:
         )
 
     def total_norm(self) -> Tensor:
-        """Return the global norm of the released gradients, and of those that are still there."""
+        """Return the global norm of all gradients, released or kept."""
         for name, parameter in self._params.items():
             if parameter.grad is not None:
                 self._norms[name] = norm(parameter.grad)
