@@ -8,8 +8,8 @@ glibc returns freed blocks, so the resident set equals the memory held by tensor
 the whole peak; `error_above_base` leaves out the memory that the process held before the model. The lines of the plan
 that a record has too (weights, gradients, optimizer state, bytes sent) are compared one by one.
 
-`sharded` is a Llama of 60 million parameters, sharded over 1, 2 and 4 processes. `24gb` is recipes/finetune-8b-24gb.yaml
-with the sizes of a model of 1/32 of its parameters and 512 tokens of 2,048.
+`sharded` is a Llama of 60 million parameters, sharded over 1, 2 and 4 processes. `24gb` is
+recipes/finetune-8b-24gb.yaml with the sizes of a model of 1/32 of its parameters and 512 tokens of 2,048.
 """
 
 from __future__ import annotations

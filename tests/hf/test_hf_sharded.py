@@ -90,7 +90,6 @@ def exchange(folder: Path) -> None:
     made = trainer(folder, "fp32")
     with pytest.raises(UserError, match="FSDP"):
         sc.hf.attach(made, topk=8)
-        made.train()
 
 
 def test_exchange_under_fsdp_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Gradient accumulation repeats the whole model for each micro-batch, and keeps the gradients of all parameters until the
 last one. Here the whole batch passes one block after the other, and each block takes it in parts: it stores its input
-alone, and in the backward pass it repeats its forward pass for a part, computes the gradients of the part, and adds them
-up. When it is done, the gradients of its parameters are complete and can be released.
+alone, and in the backward pass it repeats its forward pass for a part, computes the gradients of the part, and adds
+them up. When it is done, the gradients of its parameters are complete and can be released.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from scantling.groups import MatrixDims, Role
-    from scantling.trainer.models.sharding import ShardGroup
     from scantling.tensor.rank_budget import CoreBytes
+    from scantling.trainer.models.sharding import ShardGroup
 
 MIB = 2**20
 _TUNED = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -71,11 +71,11 @@ def local_groups(groups: Sequence[dict[str, Any]], sharded: Set[int], shards: in
 
 
 def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
-    """Return the most bytes that gathering weights and reducing gradients take at a time in the passes of a micro-batch.
+    """Return the most bytes that gathered weights and their gradients take at a time in the passes of a micro-batch.
 
-    In the backward pass, a gathered group is there with its gradients and with their copy that is sent, and on a GPU the
-    next block is gathered already. The rest of the model, which comes last in `groups`, stays gathered in all passes,
-    and so do all groups if none is resharded. The head is resharded after its backward pass, which comes first.
+    In the backward pass, a gathered group is there with its gradients and with their copy that is sent, and on a GPU
+    the next block is gathered already. The rest of the model, which comes last in `groups`, stays gathered in all
+    passes, and so do all groups if none is resharded. The head is resharded after its backward pass, which comes first.
 
     Args:
         groups: of `shard_groups`.

@@ -19,16 +19,16 @@ from scantling.groups import param_groups
 from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
+from scantling.tensor.report import without_warnings
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.block_parts import checkpoint_in_parts
 from scantling.trainer.models.build import build_model, convert_model, mixes_documents
 from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.models.sharding import MetaModel, reduced_bytes, shard_groups, shard_model, whole_parameters
-from scantling.trainer.planning.plan import planned_model
-from scantling.tensor.report import without_warnings
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
+from scantling.trainer.planning.plan import planned_model
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.training.checkpoint import Checkpointer
