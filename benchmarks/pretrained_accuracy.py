@@ -16,8 +16,9 @@ that occur in the texts are kept, since no other row is ever read.
 
 The learning rate of each contender is the best of at least three on the dev set of Banking77, with seed 0; it has a
 worse neighbor on both sides. Contenders that differ from another one in their size, start or loss alone take its rate,
-and CLINC150 takes the rates of Banking77. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl. Training is under bf16 autocast, but in fp32 on a CPU without instructions
-for bf16. On a GPU a step is one CUDA graph, and several runs train at the same time, each on its own stream.
+and CLINC150 takes the rates of Banking77. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl.
+Training is under bf16 autocast, but in fp32 on a CPU without instructions for bf16. On a GPU a step is one CUDA graph,
+and several runs train at the same time, each on its own stream.
 """
 
 from __future__ import annotations

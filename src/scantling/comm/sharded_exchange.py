@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from scantling.comm.ddp import allreduce_wire_bytes
-from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.gradient_exchange import GradientExchange, NoExchange
 from scantling.comm.transport.failures import name_silent_ranks
 
 
@@ -28,10 +28,10 @@ def sharded_wire_bytes(
     gathers: Sequence[tuple[int, int]],
     whole_bytes: int,
     *,
-    reduced: float,
+    gradient_ratio: float,
     shards: int,
     replicas: int,
-    whole_replicas: int,
+    whole_processes: int,
     passes: int,
 ) -> int:
     """Return the bytes that one process sends in a step of a sharded model.
@@ -39,18 +39,19 @@ def sharded_wire_bytes(
     Args:
         gathers: bytes of the parameters of each group, and how often they are gathered in one micro-batch.
         whole_bytes: bytes of the gradients of parameters that stay whole.
-        reduced: bytes of a sent gradient per byte of its parameter, such as 2 for fp32 gradients of bf16 weights.
+        gradient_ratio: bytes of a sent gradient per byte of its parameter, such as 2 for fp32 gradients of bf16
+            weights.
         shards: processes that share a replica.
         replicas: replicas whose gradients FSDP2 averages; 1 if another exchange does.
-        whole_replicas: processes over which the gradients of whole parameters are averaged.
+        whole_processes: processes over which the gradients of whole parameters are averaged.
         passes: micro-batches of a step, each with its own reduction of gradients within the replica.
     """
     # gather and reduce-scatter over a ring: each process sends all parts but one
     gathered = sum(size * times for size, times in gathers) * (shards - 1) // shards
-    gradients = int(reduced * sum(size for size, _ in gathers))
+    gradients = int(gradient_ratio * sum(size for size, _ in gathers))
     sent = passes * (gathered + gradients * (shards - 1) // shards)
     sent += allreduce_wire_bytes(gradients // shards, replicas)
-    return sent + allreduce_wire_bytes(whole_bytes, whole_replicas)
+    return sent + allreduce_wire_bytes(whole_bytes, whole_processes)
 
 
 class ShardedExchange(GradientExchange):
@@ -63,7 +64,7 @@ class ShardedExchange(GradientExchange):
         mesh: (replicate, shard) of all processes.
         between: exchange between replicas; None if FSDP2 averages over them too.
         gathers: as of `sharded_wire_bytes`.
-        reduced: as of `sharded_wire_bytes`.
+        gradient_ratio: as of `sharded_wire_bytes`.
     """
 
     def __init__(
@@ -72,23 +73,23 @@ class ShardedExchange(GradientExchange):
         between: GradientExchange | None,
         *,
         gathers: Sequence[tuple[int, int]],
-        reduced: float,
+        gradient_ratio: float,
     ) -> None:
-        self._mesh, self._between = mesh, between
-        self._gathers, self._reduced, self._passes = gathers, reduced, 0
+        self._mesh, self._between = mesh, between or NoExchange()
+        self._averages_replicas = between is None
+        self._gathers, self._gradient_ratio, self._passes = gathers, gradient_ratio, 0
         self._whole: list[nn.Parameter] = []
 
     def describe(self) -> str | None:
         replicas, shards = self._mesh.shape
         text = f"{replicas} replica{'s' if replicas > 1 else ''} of {shards} processes each"
-        between = None if self._between is None else self._between.describe()
+        between = self._between.describe()
         return text if between is None else f"{text}\n{between}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._model = model
         self._whole = [param for param in model.parameters() if param.requires_grad and not isinstance(param, DTensor)]
-        if self._between is not None:
-            self._between.prepare(model)
+        self._between.prepare(model)
         return model
 
     @contextmanager
@@ -97,31 +98,29 @@ class ShardedExchange(GradientExchange):
         # gradients are kept sharded between micro-batches; only their last sum goes to the other replicas
         self._model.set_requires_all_reduce(last)
         self._passes += 1
-        with nullcontext() if self._between is None else self._between.accumulate(last=last):
+        with self._between.accumulate(last=last):
             yield
 
     def exchange(self) -> None:
         """Average the gradients of whole parameters, and exchange between replicas."""
         began = time.perf_counter()
         replicas, shards = self._mesh.shape
-        everywhere = self._between is None
+        between, everywhere = self._between, self._averages_replicas
         self._average_whole(None if everywhere else self._mesh.get_group(1))
         self.wire_bytes = sharded_wire_bytes(
             self._gathers,
             sum(param.nbytes for param in self._whole),
-            reduced=self._reduced,
+            gradient_ratio=self._gradient_ratio,
             shards=shards,
             replicas=replicas if everywhere else 1,
-            whole_replicas=replicas * shards if everywhere else shards,
+            whole_processes=replicas * shards if everywhere else shards,
             passes=self._passes,
         )
         self._passes = 0
-        if self._between is not None:
-            between = self._between
-            between.exchange()
-            self.wire_bytes += between.wire_bytes
-            self.norm, self.nonfinite_ranks = between.norm, between.nonfinite_ranks
-            self.local_nonfinite = between.local_nonfinite
+        between.exchange()
+        self.wire_bytes += between.wire_bytes
+        self.norm, self.nonfinite_ranks = between.norm, between.nonfinite_ranks
+        self.local_nonfinite = between.local_nonfinite
         self.exposed_s = time.perf_counter() - began
 
     def _average_whole(self, group: Any) -> None:
@@ -140,18 +139,16 @@ class ShardedExchange(GradientExchange):
                 param.grad = (total / count).view_as(param) if has_grad else None
 
     def bad_parameters(self) -> list[str]:
-        return [] if self._between is None else self._between.bad_parameters()
+        return self._between.bad_parameters()
 
     def metrics(self) -> dict[str, Any]:
-        return {} if self._between is None else self._between.metrics()
+        return self._between.metrics()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        if self._between is not None:
-            self._between.slice_state(param, dim, index)
+        self._between.slice_state(param, dim, index)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._between is None else self._between.state_dict()
+        return self._between.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._between is not None:
-            self._between.load_state_dict(state)
+        self._between.load_state_dict(state)

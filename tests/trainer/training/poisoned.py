@@ -23,34 +23,29 @@ class Poisoned(Stepper):
     def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
         if step != 3 or os.environ["RANK"] != "1":
             return super().step(step, *args, **kwargs)
-        hook = self.model.get_parameter(POISONED).register_hook(poison)
+        hook = self.add_hook()
         try:
             return super().step(step, *args, **kwargs)
         finally:
             hook.remove()
 
+    def add_hook(self) -> Any:
+        return self.model.get_parameter(POISONED).register_hook(poison)
+
+
+class PoisonedShard(Poisoned):
+    """Like `Poisoned`, of a parameter that exists only while FSDP2 has gathered it."""
+
+    def add_hook(self) -> Any:
+        def poison_weight(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            layer.get_parameter("weight").register_hook(poison)
+
+        return self.model.get_submodule(POISONED.rpartition(".")[0]).register_forward_hook(poison_weight)
+
 
 def patch() -> None:
     """Poison the runs of this process; for `before` of `tests.runs.scantling`."""
     build.Stepper = Poisoned  # type: ignore[misc]
-
-
-class PoisonedShard(Stepper):
-    """Like `Poisoned`, of a parameter that exists only while FSDP2 has gathered it."""
-
-    def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
-        if step != 3 or os.environ["RANK"] != "1":
-            return super().step(step, *args, **kwargs)
-        layer = self.model.get_submodule(POISONED.rpartition(".")[0])
-
-        def add_hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            module.get_parameter("weight").register_hook(poison)
-
-        handle = layer.register_forward_hook(add_hook)
-        try:
-            return super().step(step, *args, **kwargs)
-        finally:
-            handle.remove()
 
 
 def patch_sharded() -> None:

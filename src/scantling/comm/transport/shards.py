@@ -28,12 +28,17 @@ def as_gradient(value: Tensor, param: Tensor) -> Tensor:
     cast, part = value.to(param.dtype), to_local(param)
     if cast.stride() != part.stride():
         cast = torch.empty_like(part).copy_(cast)
-    if isinstance(param, DTensor):
-        # Shape and stride are given: they cannot be inferred from an uneven shard.
-        return DTensor.from_local(
-            cast, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
-        )
-    return cast
+    return as_shard(cast, param)
+
+
+def as_shard(value: Tensor, param: Tensor) -> Tensor:
+    """Return a local tensor as the part on this process of a tensor that is sharded like a parameter."""
+    if not isinstance(param, DTensor):
+        return value
+    # Shape and stride are given: they cannot be inferred from an uneven shard.
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
+    )
 
 
 def match_placements(param: Tensor) -> None:
@@ -76,14 +81,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     Args:
         gradients: sharded ones count as a whole, others, which are equal on all processes of a replica, once.
     """
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
-        if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
-            gradients = [norm(gradient) for gradient in gradients]
-        return torch.nn.utils.get_total_norm(gradients)
-    return combine_norms([(gradient, norm(gradient)) for gradient in gradients])
+    if any(isinstance(gradient, DTensor) or gradient.dtype == torch.bfloat16 for gradient in gradients):
+        return combine_norms([(gradient, local_norm(gradient)) for gradient in gradients])
+    return torch.nn.utils.get_total_norm(gradients)
 
 
-def norm(gradient: Tensor) -> Tensor:
+def local_norm(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, of a sharded one that of the part on this process; at least in fp32."""
     found: Tensor = torch.linalg.vector_norm(
         to_local(gradient), dtype=torch.promote_types(gradient.dtype, torch.float32)
@@ -99,10 +102,12 @@ def combine_norms(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     Args:
         norms: pairs (tensor or parameter, norm of its part on this process), in the same order on all processes.
     """
+    if not any(isinstance(tensor, DTensor) for tensor, _ in norms):
+        return torch.nn.utils.get_total_norm([value for _, value in norms])
     squares: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor, value in norms:
         squares.setdefault(_sharding_groups(tensor), []).append(value.double().square())
-    total = torch.zeros((), dtype=torch.float64, device=norms[0][1].device) if norms else torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64, device=norms[0][1].device)
     for groups, values in squares.items():
         found = torch.stack([value.to(total.device) for value in values]).sum()
         for group in groups:

@@ -9,16 +9,15 @@ them up. When it is done, the gradients of its parameters are complete and can b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from scantling.numerics.torch_private import tree_flatten, tree_unflatten
+from scantling.tensor.layer import without_saving_hooks
 
 
 def checkpoint_in_parts(model: nn.Module, size: int) -> None:
@@ -67,8 +66,8 @@ class _Call:
         self._size = size
         self._outputs: tuple[list[Any], Any] = [], None
 
-    def parts_from(self, tensors: Sequence[Tensor], start: int) -> list[Tensor]:
-        """Return the part of each tensor that begins with a sequence."""
+    def slice_batch(self, tensors: Sequence[Tensor], start: int) -> list[Tensor]:
+        """Return the sequences of a part, from the first one on, of each tensor that has the whole batch."""
         stop = start + self._size
         return [each[start:stop] if each.ndim and len(each) == self._batch else each for each in tensors]
 
@@ -104,7 +103,7 @@ class _Parts(torch.autograd.Function):
         found: list[list[Tensor]] = []
         for start in call.starts:
             ctx.states.append(_random_state(device))
-            found.append(call(call.parts_from(tensors[:count], start)))
+            found.append(call(call.slice_batch(tensors[:count], start)))
         ctx.save_for_backward(*tensors)
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
@@ -119,20 +118,19 @@ class _Parts(torch.autograd.Function):
         # gradients of inputs: of each part for those with a part for each sequence, and a sum for others
         of_inputs: list[list[Tensor]] = [[] for _ in inputs]
         device = inputs[0].device
-        with ExitStack() as contexts:
-            contexts.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for start, state in zip(call.starts, ctx.states, strict=True):
                 _set_random_state(device, state)
                 part = [
                     each.detach().requires_grad_(needed)
-                    for each, needed in zip(call.parts_from(inputs, start), wanted, strict=True)
+                    for each, needed in zip(call.slice_batch(inputs, start), wanted, strict=True)
                 ]
-                # hooks without effect, as around a checkpoint: by them a plan counts the products as recomputed
-                with torch.enable_grad(), ctx.autocast(), saved_tensors_hooks(_unchanged, _unchanged):
+                # a plan counts products inside saving hooks, as those of a checkpoint, as recomputed
+                with torch.enable_grad(), ctx.autocast(), without_saving_hooks():
                     outputs = call(part)
                 pairs = [
                     (output, grad)
-                    for output, grad in zip(outputs, call.parts_from(grads, start), strict=True)
+                    for output, grad in zip(outputs, call.slice_batch(grads, start), strict=True)
                     if output.requires_grad
                 ]
                 sources = [each for each in part if each.requires_grad]
@@ -183,7 +181,3 @@ def _set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -155,7 +155,7 @@ def shard_model(
         fully_shard(group.module, reshard_after_forward=group.reshards, **options)
 
 
-def reduced_bytes(recipe: Recipe) -> float:
+def gradient_ratio(recipe: Recipe) -> float:
     """Return the bytes of a gradient that is sent per byte of its parameter."""
     sizes = {"fp32": 4, "bf16": 2}
     return sizes[recipe.parallel.reduce_dtype] / sizes[recipe.precision.parameters]

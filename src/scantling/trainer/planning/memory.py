@@ -35,7 +35,7 @@ def allocator_bytes(working_bytes: int) -> int:
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:
     """Return True if the step frees each gradient immediately; False if several passes accumulate into it."""
-    in_one_pass = not recipe.accumulates(world_size) or recipe.passes_blocks_in_parts(world_size)
+    in_one_pass = not recipe.accumulates(world_size) or recipe.accumulates_in_blocks(world_size)
     return recipe.optim.release_gradients and in_one_pass
 
 
@@ -70,7 +70,7 @@ def local_groups(groups: Sequence[dict[str, Any]], sharded: Set[int], shards: in
     return [{**group, "params": [(name, part(param)) for name, param in group["params"]]} for group in groups]
 
 
-def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
+def gathered_bytes(groups: Sequence[ShardGroup], gradient_ratio: float) -> int:
     """Return the most bytes that gathered weights and their gradients take at a time in the passes of a micro-batch.
 
     In the backward pass, a gathered group is there with its gradients and with their copy that is sent, and on a GPU
@@ -79,16 +79,16 @@ def gathered_bytes(groups: Sequence[ShardGroup], reduced: float) -> int:
 
     Args:
         groups: of `shard_groups`.
-        reduced: bytes of a sent gradient per byte of its parameter.
+        gradient_ratio: bytes of a sent gradient per byte of its parameter.
     """
     if not groups:
         return 0
     *parts, rest = (group.num_bytes for group in groups)
     each = sorted(parts) or [0]
     if not any(group.reshards for group in groups):
-        return sum(parts) + rest + int((1 + reduced) * max([*parts, rest]))
-    within = each[len(each) // 2] + int((2 + reduced) * each[-1])  # most groups are blocks, of one size
-    return rest + max(within, int((1 + reduced) * rest))
+        return sum(parts) + rest + int((1 + gradient_ratio) * max([*parts, rest]))
+    within = each[len(each) // 2] + int((2 + gradient_ratio) * each[-1])  # most groups are blocks, of one size
+    return rest + max(within, int((1 + gradient_ratio) * rest))
 
 
 def core_bytes(recipe: Recipe) -> CoreBytes | None:

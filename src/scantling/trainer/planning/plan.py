@@ -211,7 +211,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.trainer.models.block_parts import checkpoint_in_parts
     from scantling.trainer.models.build import quiet
     from scantling.trainer.models.checkpointing import checkpoint_activations
-    from scantling.trainer.models.sharding import reduced_bytes, shard_groups
+    from scantling.trainer.models.sharding import gradient_ratio, shard_groups
     from scantling.trainer.planning.memory import frees_gradients, gathered_bytes, held_gradient_bytes, local_groups
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
@@ -234,7 +234,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model, recipe.train.activation_checkpointing)
-        if recipe.passes_blocks_in_parts(world_size):
+        if recipe.accumulates_in_blocks(world_size):
             checkpoint_in_parts(model, recipe.micro_batch_size(world_size))
     on_gpu = run.device == "cuda"
     # measured before the trace, whose fake tensors and caches grow this process
@@ -256,7 +256,7 @@ def plan_run(run: ResolvedRun) -> Plan:
             run,
             model,
             step_bytes=of_optimizer if released and shards == 1 else None,
-            gathered=gathered_bytes(parts, reduced_bytes(recipe)) + (of_optimizer if released and shards > 1 else 0),
+            gathered=gathered_bytes(parts, gradient_ratio(recipe)) + (of_optimizer if released and shards > 1 else 0),
             held=gradient_bytes if shards > 1 else None,
         )
     notes += _memory_notes(run, passes, released=released, state=state)
@@ -378,7 +378,7 @@ def _traffic(
     """
     from scantling.comm import MomentumExchange, allreduce_wire_bytes, sharded_wire_bytes
     from scantling.comm.demo_exchange import exchange_groups
-    from scantling.trainer.models.sharding import reduced_bytes, whole_parameters
+    from scantling.trainer.models.sharding import gradient_ratio, whole_parameters
 
     is_demo = recipe.comm.name == "demo"
     replicas, shards = recipe.parallel.mesh_shape(world_size)
@@ -387,10 +387,10 @@ def _traffic(
         sent = sharded_wire_bytes(
             [(part.num_bytes, part.gathers) for part in parts],
             sum(p.nbytes for p in whole_parameters(model) if p.requires_grad),
-            reduced=reduced_bytes(recipe),
+            gradient_ratio=gradient_ratio(recipe),
             shards=shards,
             replicas=1 if is_demo else replicas,
-            whole_replicas=shards if is_demo else world_size,
+            whole_processes=shards if is_demo else world_size,
             passes=recipe.batch_size // world_size // recipe.pass_size(world_size),
         )
     elif not is_demo:

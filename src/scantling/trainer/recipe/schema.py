@@ -545,7 +545,7 @@ class Recipe(Section):
         share = max(1, self.batch_size // world_size)
         return min(self.train.micro_batch_size or share, share)
 
-    def passes_blocks_in_parts(self, world_size: int = 1) -> bool:
+    def accumulates_in_blocks(self, world_size: int = 1) -> bool:
         """Return True if the micro-batches pass each block one after the other, instead of the whole model.
 
         Each gradient is then complete when its block is done, and can be released.
@@ -558,7 +558,7 @@ class Recipe(Section):
 
     def pass_size(self, world_size: int = 1) -> int:
         """Return the sequences that pass the model at a time on one of `world_size` processes."""
-        in_parts = self.passes_blocks_in_parts(world_size)
+        in_parts = self.accumulates_in_blocks(world_size)
         return self.batch_size // world_size if in_parts else self.micro_batch_size(world_size)
 
     def accumulates(self, world_size: int = 1) -> bool:

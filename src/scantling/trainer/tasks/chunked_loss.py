@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from scantling.errors import UserError
 from scantling.eval_mode import eval_mode
+from scantling.tensor.layer import without_saving_hooks
 from scantling.trainer.data.loader import IGNORED
 
 
@@ -110,19 +110,19 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         parts = _chunks(ctx.tokens, hidden, labels, norms, grad_hidden)
         for part, own_labels, own_norms, own_grad in parts:
-            # hooks without effect, as around a checkpoint: by them a plan counts these products as recomputed
-            with saved_tensors_hooks(_unchanged, _unchanged):
+            # a plan counts products inside saving hooks, as those of a checkpoint, as recomputed
+            with without_saving_hooks():
                 logits = _logits(part, cast, bias)
             # d loss / d logits = softmax(logits) - 1 at the label
-            wanted = logits.sub_(own_norms[:, None]).exp_()
-            wanted.scatter_add_(1, own_labels.clamp(min=0)[:, None], -torch.ones_like(wanted[:, :1]))
-            wanted.mul_(torch.where(own_labels == IGNORED, 0.0, grad)[:, None])
+            grad_logits = logits.sub_(own_norms[:, None]).exp_()
+            grad_logits.scatter_add_(1, own_labels.clamp(min=0)[:, None], -torch.ones_like(grad_logits[:, :1]))
+            grad_logits.mul_(torch.where(own_labels == IGNORED, 0.0, grad)[:, None])
             if grad_bias is not None:
-                grad_bias += wanted.sum(0)
-            wanted = wanted.to(hidden.dtype)
-            torch.mm(wanted, cast, out=own_grad)
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            torch.mm(grad_logits, cast, out=own_grad)
             if grad_weight is not None:
-                grad_weight.addmm_(wanted.T, part)
+                grad_weight.addmm_(grad_logits.T, part)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -130,10 +130,6 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _chunks(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,14 @@ from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.block_parts import checkpoint_in_parts
 from scantling.trainer.models.build import build_model, convert_model, mixes_documents
 from scantling.trainer.models.checkpointing import checkpoint_activations
-from scantling.trainer.models.sharding import MetaModel, reduced_bytes, shard_groups, shard_model, whole_parameters
+from scantling.trainer.models.sharding import (
+    MetaModel,
+    ShardGroup,
+    gradient_ratio,
+    shard_groups,
+    shard_model,
+    whole_parameters,
+)
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.plan import planned_model
@@ -58,11 +66,12 @@ def build_loop(
     tensor.attach(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model, settings.activation_checkpointing)
-        if recipe.passes_blocks_in_parts(context.world_size):
+        if recipe.accumulates_in_blocks(context.world_size):
             checkpoint_in_parts(model, recipe.micro_batch_size(context.world_size))
-    exchange = build_exchange(recipe, model, context)
+    groups = [] if meta is None else shard_groups(model, recipe.parallel)
+    exchange = build_exchange(recipe, groups, context)
     if meta is not None:
-        shard_run_model(meta, recipe, context)
+        shard_run_model(meta, groups, recipe, context)
     if settings.compile:
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
@@ -188,12 +197,12 @@ def build_run_model(run: ResolvedRun) -> Any:
         return convert_model(model, recipe)
 
 
-def build_exchange(recipe: Recipe, model: torch.nn.Module, context: DistContext) -> GradientExchange:
+def build_exchange(recipe: Recipe, groups: Sequence[ShardGroup], context: DistContext) -> GradientExchange:
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
         recipe: of the run. An exchange of momentum clips by `train.clip`, others leave it to the step.
-        model: not sharded yet.
+        groups: of a sharded model, see `shard_groups`.
         context: of this process.
     """
     section, mesh = recipe.comm, context.mesh
@@ -202,12 +211,11 @@ def build_exchange(recipe: Recipe, model: torch.nn.Module, context: DistContext)
         replicas = None if mesh is None else mesh[REPLICATE]
         demo = DemoExchange(clip=recipe.train.clip, process_group=replicas, **section.demo_options)
     if mesh is not None:
-        groups = shard_groups(model, recipe.parallel)
         return ShardedExchange(
             mesh,
             demo,
             gathers=[(group.num_bytes, group.gathers) for group in groups],
-            reduced=reduced_bytes(recipe),
+            gradient_ratio=gradient_ratio(recipe),
         )
     if demo is not None:
         return demo
@@ -249,12 +257,11 @@ def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel:
     return meta
 
 
-def shard_run_model(meta: MetaModel, recipe: Recipe, context: DistContext) -> None:
-    """Shard a model in place over the mesh of the context. Collectives: as of `build_meta_model`."""
+def shard_run_model(meta: MetaModel, groups: Sequence[ShardGroup], recipe: Recipe, context: DistContext) -> None:
+    """Shard the groups of a model in place over the mesh of the context. Collectives: as of `build_meta_model`."""
     assert context.mesh is not None
     # an exchange of momentum averages between replicas itself
     mesh = context.mesh[SHARD] if recipe.comm.name == "demo" or context.num_replicas == 1 else context.mesh
-    groups = shard_groups(meta.model, recipe.parallel)
     shard_model(meta, groups, mesh, recipe.parallel, context.device)
 
 

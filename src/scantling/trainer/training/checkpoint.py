@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import fsync
-from scantling.optim.sharding import is_sharded, local_tensor, shard_plan
+from scantling.optim.sharding import is_sharded, shard_plan
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.checkpoint_index import (
     INDEX,
@@ -320,9 +320,7 @@ def load_tensors(
     """
     index = index or read_index(path, allow_lost_ranks=True)
     target: dict[str, torch.Tensor] = {}
-    for key, entry in index.metadata.state_dict_metadata.items():
-        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
-            continue
+    for key, entry in index.entries(prefix).items():
         given = None if into is None else into.get(key)
         if given is not None and given.shape != entry.size:
             raise UserError(f"{path}: '{key}' has shape {tuple(entry.size)}, the model has {tuple(given.shape)}")
@@ -394,7 +392,7 @@ def _saves(key: str, tensor: torch.Tensor, context: DistContext) -> bool:
 
 def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, Any]:
     """Write one rank's tensors, and return their index entries. No collective: those of DCP send pickles."""
-    parts = {key: local_tensor(tensor).detach() for key, tensor in tensors.items()}
+    parts = {key: to_local(tensor) for key, tensor in tensors.items()}
     parts = {key: part for key, part in parts.items() if part.numel() or not is_sharded(tensors[key])}
     if not parts:
         return {}

@@ -84,6 +84,13 @@ class Index:
     files: frozenset[str]
     shared_files: frozenset[str]
 
+    def entries(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """Return the entries of the tensors whose key begins with `prefix`, by key."""
+        stored = self.metadata.state_dict_metadata.items()
+        return {
+            key: entry for key, entry in stored if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
     @property
     def ranks(self) -> list[int]:
         """Ranks whose own state is in the checkpoint folder."""

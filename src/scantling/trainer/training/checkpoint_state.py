@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from scantling.comm import GradientExchange
 from scantling.comm.residuals import mean_of_tensors
-from scantling.comm.transport.shards import to_local
+from scantling.comm.transport.shards import as_shard, to_local
 from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
 from scantling.errors import RunError, UserError
@@ -133,9 +132,7 @@ def _sharded_state(
     """Return empty tensors for the stored state of sharded parameters, each with the part on this process."""
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     targets: dict[str, torch.Tensor] = {}
-    for key, entry in checkpoint.index.metadata.state_dict_metadata.items():
-        if not key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
-            continue
+    for key, entry in checkpoint.index.entries("optimizer/").items():
         name, _, kind = key.removeprefix("optimizer/").rpartition("/")
         param: Any = params.get(name)
         if not isinstance(param, DTensor):
@@ -153,28 +150,12 @@ def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistCo
     own = exchange.state_dict()
     params = dict(model.named_parameters())
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    state = State(
-        {f"exchange/rank{context.replica}/{key}": _like(params, key, value) for key, value in tensors.items()}
-    )
+    # a key is the name of a parameter, or `<kind>/<name>`
+    parts = {key: as_shard(value, params.get(key.rpartition("/")[2], value)) for key, value in tensors.items()}
+    state = State({f"exchange/rank{context.replica}/{key}": part for key, part in parts.items()})
     values = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
     state.values["exchange"] = {str(replica): each for replica, each in enumerate(values[:: context.num_shards])}
     return state
-
-
-def _like(params: Mapping[str, nn.Parameter], key: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a local state of a parameter as a DTensor if the parameter is one.
-
-    Args:
-        params: parameters by name.
-        key: name of the parameter, or `<kind>/<name>`.
-        value: the state on this process.
-    """
-    param: Any = params.get(key.rpartition("/")[2])
-    if not isinstance(param, DTensor):
-        return value
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
-    )
 
 
 def load_exchange(exchange: GradientExchange, model: nn.Module, checkpoint: Checkpoint, context: DistContext) -> None:
@@ -235,11 +216,10 @@ def _one_rank(
 ) -> dict[str, torch.Tensor]:
     prefix = f"{kind}/rank{rank}/"
     sharded: dict[str, Any] = {name: param for name, param in (params or {}).items() if isinstance(param, DTensor)}
-    stored = checkpoint.index.metadata.state_dict_metadata if sharded else {}
+    stored = checkpoint.index.entries(prefix) if sharded else {}
     into: dict[str, torch.Tensor] = {}
     for key, entry in stored.items():
-        param = sharded.get(key.rpartition("/")[2])
-        if key.startswith(prefix) and param is not None and isinstance(entry, TensorStorageMetadata):
+        if (param := sharded.get(key.rpartition("/")[2])) is not None:
             into[key] = new_state_tensor(param, tuple(entry.size), entry.properties.dtype, ())
     loaded = checkpoint.load_tensors(prefix, into)
     return {key.removeprefix(prefix): to_local(tensor) for key, tensor in loaded.items()}

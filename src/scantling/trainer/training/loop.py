@@ -238,13 +238,10 @@ class Loop:
         )
         return self.checkpointer.save(self.step, state)
 
-    def resume(self, checkpoint: Checkpoint) -> bool:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint, so that the next step is the one that would have come.
 
         Collectives: those of `Stepper.rehearse`, with several processes.
-
-        Returns:
-            True if the random generators were restored, too; at another world size they start again.
 
         Raises:
             UserError: the checkpoint does not fit this run.
@@ -266,10 +263,8 @@ class Loop:
             self.stepper.scaler.load_state_dict(values["scaler"])
         self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
-        same_size = bool(checkpoint.manifest["world_size"] == self.context.world_size)
-        if same_size:  # last, because the steps above may draw random numbers
-            load_rng(checkpoint, self.context)
-        return same_size
+        if checkpoint.manifest["world_size"] == self.context.world_size:
+            load_rng(checkpoint, self.context)  # last, because the steps above may draw random numbers
 
 
 def explain_out_of_memory(error: BaseException) -> RunError | None:

@@ -108,7 +108,8 @@ def train(
         with init_distributed(checked.train.device, timeout_s=checked.comm.timeout) as context:
             # first, because ranks with different recipes would call different collectives
             check_same_recipe(checked, context)
-            context = with_run_mesh(checked, context)
+            mesh_shape = checked.parallel.mesh_shape(context.world_size)
+            context = with_mesh(context, *mesh_shape, timeout_s=checked.comm.timeout)
             locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
                 _check_replica_folders(context)
@@ -134,15 +135,6 @@ def _check_replica_folders(context: DistContext) -> None:
                 "in which checkpoints would be incomplete; give a --run-dir on a shared file system, or set "
                 "parallel.shard so that the processes of a machine hold whole replicas"
             )
-
-
-def with_run_mesh(recipe: Recipe, context: DistContext) -> DistContext:
-    """Return the context with the mesh that a recipe asks for. Collectives: those of `with_mesh`.
-
-    Raises:
-        UserError: the mesh does not fit the number of processes.
-    """
-    return with_mesh(context, *recipe.parallel.mesh_shape(context.world_size), timeout_s=recipe.comm.timeout)
 
 
 def load_run_recipe(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scantling.comm import GradientExchange
-from scantling.comm.transport.shards import clip_gradients, combine_norms, norm, to_local, total_norm
+from scantling.comm.transport.shards import clip_gradients, combine_norms, local_norm, to_local, total_norm
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
@@ -306,9 +306,8 @@ class GradientRelease:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._params = dict(model.named_parameters())
         # whole parameters of a sharded model are averaged after the backward pass, and stepped then
-        is_sharded = any(isinstance(parameter, DTensor) for parameter in self._params.values())
-        self._released = [p for p in self._params.values() if isinstance(p, DTensor) or not is_sharded]
-        self._checks_at_once = not is_sharded
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._params.values())
+        self._released = [p for p in self._params.values() if isinstance(p, DTensor) or not self._is_sharded]
         self._see_gradient = see_gradient
         self._norms: dict[str, Tensor] = {}  # in the order of the backward pass
         self._step = 0
@@ -332,11 +331,9 @@ class GradientRelease:
         """Return the global norm of all gradients, released or kept."""
         for name, parameter in self._params.items():
             if parameter.grad is not None:
-                self._norms[name] = norm(parameter.grad)
+                self._norms[name] = local_norm(parameter.grad)
         # in the order of the parameters, so that the sum does not depend on the backward pass
         norms = [(parameter, self._norms[name]) for name, parameter in self._params.items() if name in self._norms]
-        if self._checks_at_once:
-            return torch.nn.utils.get_total_norm([value for _, value in norms])
         return combine_norms(norms)
 
     def first_nonfinite(self) -> str | None:
@@ -353,8 +350,9 @@ class GradientRelease:
         if parameter.grad is None:
             return
         name = self._names[id(parameter)]
-        self._norms[name] = norm(parameter.grad)
-        if parameter.device.type == "cpu" and self._checks_at_once:
+        self._norms[name] = local_norm(parameter.grad)
+        # checks of a sharded model would wait for the other processes
+        if parameter.device.type == "cpu" and not self._is_sharded:
             self._check_norm(name, self._norms[name])
         self._see_gradient(parameter)
 

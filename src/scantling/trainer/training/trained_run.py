@@ -20,6 +20,7 @@ from scantling.precision.training import restore
 from scantling.tensor.convert import densify
 from scantling.tensor.report import without_warnings
 from scantling.trainer.models.build import quiet, recipe_task
+from scantling.trainer.models.sharding import shard_groups
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.tasks import get_task
@@ -124,7 +125,7 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext, *, shards: bool 
     tensor.attach(model)  # the saved ranks are in the state of the rank gates
     load_tensor(tensor, checkpoint)
     if meta is not None:
-        shard_run_model(meta, recipe, context)
+        shard_run_model(meta, shard_groups(model, recipe.parallel), recipe, context)
     load_model(model, checkpoint)
     tensor.detach()
     if context.mesh is None:
