@@ -53,10 +53,10 @@ def loss_labels(model: Any, labels: Tensor) -> Iterator[bool]:
     """Context in which the model returns the sum of the loss instead of logits; yields False without `chunk_loss`.
 
     Args:
-        model: causal language model of transformers.
+        model: any causal language model.
         labels: (...) classes, -100 for no target.
     """
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if getattr(head, "loss_chunk", None) is None:
         yield False
         return
