@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,14 @@ _EXTRA_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """Place and shape of a tensor in a safetensors file."""
+
+    file: Path
+    shape: list[int]
+
+
+@dataclass(frozen=True)
 class Weights:
     """Weights in a folder.
 
@@ -38,11 +46,18 @@ class Weights:
         files: names of their files, as text.
         tensors: number of tensors.
         elements: number of elements in all tensors.
+        stored: the tensors in safetensors files, by name.
     """
 
     files: str
     tensors: int
     elements: int
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_files(cls, files: str, stored: dict[str, StoredTensor]) -> Weights:
+        """Count the tensors in safetensors files."""
+        return cls(files, len(stored), sum(prod(tensor.shape) for tensor in stored.values()), stored)
 
 
 @contextmanager
@@ -128,8 +143,7 @@ def check_weights(folder: Path) -> Weights | None:
         UserError: the folder has no weights, or a file is damaged.
     """
     if os.path.lexists(folder / WEIGHTS):
-        shapes = _shapes(folder / WEIGHTS)
-        return Weights(WEIGHTS, len(shapes), sum(map(prod, shapes.values())))
+        return Weights.of_files(WEIGHTS, _read_tensors(folder / WEIGHTS))
     if not os.path.lexists(folder / WEIGHTS_INDEX):
         if any(folder.glob("pytorch_model*.bin")):
             return None
@@ -139,28 +153,29 @@ def check_weights(folder: Path) -> Weights | None:
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} is damaged: weight_map and metadata must be mappings; copy it again")
-    shapes_by_file = {}
+    tensors_by_file = {}
     for name in dict.fromkeys(map(str, weight_map.values())):
         if not name or Path(name).name != name or not os.path.lexists(folder / name):
             raise UserError(f"{index} names the file {name!r}, which is not in the folder; copy it there")
-        shapes_by_file[name] = _shapes(folder / name)
+        tensors_by_file[name] = _read_tensors(folder / name)
     for tensor, name in weight_map.items():
-        if tensor not in shapes_by_file[str(name)]:
+        if tensor not in tensors_by_file[str(name)]:
             raise UserError(
                 f"{folder / name} has no {tensor}, which {index.name} lists; one is damaged, copy both again"
             )
-    sizes = [prod(shape) for shapes in shapes_by_file.values() for shape in shapes.values()]
-    return Weights(f"{WEIGHTS_INDEX} with its files", len(sizes), sum(sizes))
+    tensors = {name: each for tensors in tensors_by_file.values() for name, each in tensors.items()}
+    return Weights.of_files(f"{WEIGHTS_INDEX} with its files", tensors)
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     from safetensors import safe_open
 
     with blame(path):
         if path.exists() and not path.is_file():
             raise UserError("it is not a file")
         with safe_open(path, "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            names = file.keys()
+            return {name: StoredTensor(path, file.get_slice(name).get_shape()) for name in names}
 
 
 def check_layer_counts(content: Any, weights: Weights | None = None, key: str = "") -> None:

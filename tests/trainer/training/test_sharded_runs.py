@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.runs import WIDE, forget, on_machines, records, saved_tensors, scantling, tiny_recipe, write_recipe
-from tests.trainer.training import poisoned
+from tests.trainer.training import poisoned, small_memory
 
 pytestmark = pytest.mark.dist
 
@@ -232,3 +233,47 @@ def test_model_without_blocks_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "parallel.shard: DLRM does not name its blocks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"), [("dense adamw", 2), pytest.param("tensor came demo tied", 4, marks=pytest.mark.slow)]
+)
+def test_stored_weights_are_those_of_an_unsharded_run(name: str, processes: int, tmp_path: Path) -> None:
+    """A dense model is read tensor by tensor, and one with TT layers converted as a whole."""
+    recipe = recipe_of(name, tmp_path, shard=2)
+    config = LlamaConfig(**recipe["model"]["overrides"], vocab_size=320)
+    torch.manual_seed(5)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    recipe["model"] = {"hf": str(tmp_path / "model")}
+    sharded = run(recipe, tmp_path, "sharded", processes)
+    whole = run({**recipe, "parallel": {}}, tmp_path, "whole", processes // 2)
+    for one, other in zip(records(whole), records(sharded), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=2e-5 * one["step"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_model_larger_than_memory_is_drawn_weight_by_weight(processes: int, tmp_path: Path) -> None:
+    """The same for any number of shards, but other weights than those of a model that is built as a whole."""
+    recipe = recipe_of("dense adamw", tmp_path, shard=processes)
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    found = []
+    for count in {1, processes}:
+        where = tmp_path / f"of-{count}"
+        settings = ["--set", f"parallel.shard={count}", "--run-dir", where]
+        done = scantling("train", path, *settings, processes=count, before=small_memory.without_room)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert " ".join(done.stderr.split()).count("each weight is drawn with a seed of its own") == 1
+        found.append(records(where))
+    for one, other in zip(found[0], found[-1], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=2e-5 * one["step"])
+    if processes == 1:
+        whole = run(recipe, tmp_path, "whole", 1)
+        assert abs(records(whole)[0]["loss"] - found[0][0]["loss"]) > 1e-4
+
+
+def test_model_larger_than_memory_that_must_be_built_as_a_whole_is_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", recipe_of("tensor adamw", tmp_path, shard=2))
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=small_memory.without_room)
+    assert done.returncode == 1
+    assert "to be built, and this machine has 1000 B; its weights cannot be read one by one, because" in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -24,6 +24,7 @@ from scantling.precision.training import quantize_training
 from scantling.saved_models import (
     CONFIG,
     MAX_TOKEN_ID,
+    Weights,
     blame,
     check_layer_counts,
     check_model_size,
@@ -38,6 +39,7 @@ from scantling.tensor.layout import rebuild
 from scantling.trainer.hub import hub_folder, is_hub_name
 from scantling.trainer.models.presets import PRESETS
 from scantling.trainer.models.token_ids import SUFFIX, config_ids, set_generation_ids, set_text_ids
+from scantling.trainer.models.values import Read, parameters_on_meta, stored_values
 from scantling.trainer.recipe import Recipe, load_recipe
 from scantling.trainer.recipe.schema import TASKS, ModelSection
 from scantling.trainer.tasks.base import Task, without_cache
@@ -260,6 +262,7 @@ def build_model(
     config_overrides: dict[str, Any],
     seed: int,
     device: str = "cpu",
+    buffers: bool = False,
 ) -> Any:
     """Return a model in fp32 and in training mode; the same seed always gives the same weights.
 
@@ -267,6 +270,7 @@ def build_model(
         section, task, vocab_size, seq_len, config_overrides: as in `build_config`.
         seed: for weights that are not loaded.
         device: "cpu", or "meta" for a model without memory (no weights are loaded then).
+        buffers: on the meta device, have the values of buffers on the CPU.
 
     Raises:
         UserError: as in `build_config`; weights that are missing, are not safetensors, or do not fit.
@@ -274,7 +278,8 @@ def build_model(
     config = build_config(section, task, vocab_size=vocab_size, seq_len=seq_len, config_overrides=config_overrides)
     auto_class = task.find_auto_class(config)
     # restore the CPU generator afterwards, so that building a model leaves the random state of the run unchanged
-    with torch.random.fork_rng([]), quiet(), torch.device(device):
+    place = parameters_on_meta() if buffers else torch.device(device)
+    with torch.random.fork_rng([]), quiet(), place:
         torch.manual_seed(seed)
         try:
             if device == "cpu" and reads_weights(section):
@@ -294,14 +299,30 @@ def build_model(
                 raise UserError(f"model.attention: {config.model_type} has no sdpa; set eager") from None
             raise UserError(f"{_source(section)}: transformers cannot build it: {first_line(error)}") from None
     # probing needs weights, so a meta model is judged by its attributes only
-    if task.name == "causal-lm" and (_is_encoder(model) or (device == "cpu" and _sees_ahead(model))):
-        raise UserError(
-            f"{type(model).__name__} as configured sees the tokens that it is to predict; "
-            "set model.overrides.is_decoder: true, or model.task: masked-lm"
-        )
-    if device == "cpu" and task.name in TEXT_TASKS:
-        _check_text_alone(model, task)
+    if task.name == "causal-lm" and _is_encoder(model):
+        raise UserError(_sees_targets(model))
+    if device == "cpu":
+        probe_model(model, task)
     return model.train()
+
+
+def probe_model(model: Any, task: Task) -> None:
+    """Refuse a model with weights whose outputs do not fit the task.
+
+    Raises:
+        UserError: a causal language model sees its targets, or a model computes nothing from text alone.
+    """
+    if task.name == "causal-lm" and _sees_ahead(model):
+        raise UserError(_sees_targets(model))
+    if task.name in TEXT_TASKS:
+        _check_text_alone(model, task)
+
+
+def _sees_targets(model: Any) -> str:
+    return (
+        f"{type(model).__name__} as configured sees the tokens that it is to predict; "
+        "set model.overrides.is_decoder: true, or model.task: masked-lm"
+    )
 
 
 @torch.no_grad()
@@ -312,7 +333,8 @@ def _check_text_alone(model: Any, task: Task) -> None:
         return
     try:
         with eval_mode(model):
-            model(**task.probe(model.config, torch.Generator().manual_seed(0)))
+            inputs = task.probe(model.config, torch.Generator().manual_seed(0))
+            model(**{name: value.to(model.device) for name, value in inputs.items()})
     except Exception as error:  # models raise errors of many kinds for inputs that they lack
         raise UserError(
             f"{type(model).__name__} cannot be trained on text alone ({first_line(error)}); give a model that reads "
@@ -375,7 +397,7 @@ def mixes_documents(model: Any) -> bool:
     # only the first document differs, so logits of the second must stay the same
     other[:, :half] = ids[:, :half].flip(1)
     # (1, 2 * half): 0 .. half - 1 for each document
-    positions = torch.arange(half).repeat(2)[None]
+    positions = torch.arange(half, device=ids.device).repeat(2)[None]
     return _outputs_differ(
         model,
         {"input_ids": ids, "position_ids": positions},
@@ -390,7 +412,7 @@ def _probe_ids(model: Any) -> torch.Tensor:
     padding = {getattr(config, name, None) for name in ("pad_token_id", "pad_index")}
     # from the end, because the first ids are often special tokens; up to two of the last eleven may be padding
     ids = [token for token in range(max(0, config.vocab_size - 11), config.vocab_size) if token not in padding]
-    return torch.tensor(ids[-8:])[None]
+    return torch.tensor(ids[-8:], device=model.device)[None]
 
 
 @torch.no_grad()
@@ -446,8 +468,29 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
-    """Load weights from the folder; warn of a new head and of unused weights, raise if other weights are missing."""
+def read_values(model: Any, section: ModelSection) -> Read | None:
+    """Return a reader of the weights of a model folder, see `stored_values`.
+
+    Args:
+        model: result of `build_model` on the meta device with buffers, converted or not.
+        section: the model section of the recipe.
+
+    Raises:
+        UserError: as in `build_model`.
+    """
+    _, weights = _find_weights(section)
+    read = None if weights is None else stored_values(model, weights)
+    config, table = model.config.get_text_config(), model.get_input_embeddings()
+    padding = getattr(config, "pad_token_id", None)
+    if read is None or padding is None or table.padding_idx is not None:
+        return read
+    # `_learn_padding` draws a row of zeros from the scale of the others
+    name = next(name for name, each in model.named_parameters() if each is table.weight)
+    return read if read(name, table.weight)[padding].any() else None
+
+
+def _find_weights(section: ModelSection) -> tuple[Path, Weights | None]:
+    """Return the folder of the weights, and its files after a check; None for weights in another format."""
     folder = _folder(section, weights=True)
     if is_hub_name(str(section.hf)) and not any((folder / name).is_file() for name in _WEIGHTS):
         raise UserError(
@@ -456,7 +499,12 @@ def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
         )
     # a damaged file should fail before the model is allocated
     check_checksums(folder)
-    weights = check_weights(folder)
+    return folder, check_weights(folder)
+
+
+def _load(auto_class: Any, section: ModelSection, config: Any) -> Any:
+    """Load weights from the folder; warn of a new head and of unused weights, raise if other weights are missing."""
+    folder, weights = _find_weights(section)
     files = "the folder" if weights is None else weights.files
     if weights is not None:
         with blame(folder / CONFIG):

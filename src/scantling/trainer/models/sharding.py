@@ -7,18 +7,19 @@ process alone, and one group of FSDP2 has one dtype, while vectors stay fp32 if 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
 from scantling.tensor.layer import TTLayer
+from scantling.trainer.models.values import MetaModel
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.recipe.schema import ParallelSection
 
@@ -100,34 +101,6 @@ def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
         if group["role"] != "vector" and id(param) not in of_layers
     }
     return [param for param in model.parameters() if id(param) not in sharded]
-
-
-class MetaModel:
-    """A model on the meta device whose parameters and buffers get their values one after the other.
-
-    Args:
-        model: on the meta device.
-        read: returns the value of a parameter or buffer on the CPU, given its name and the meta tensor; called on all
-            processes in the same order.
-    """
-
-    def __init__(self, model: nn.Module, read: Callable[[str, Tensor], Tensor]) -> None:
-        self.model, self._read = model, read
-        self._names: dict[int, str] = {}
-        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        for path, module in model.named_modules():
-            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                self._names.setdefault(id(tensor), f"{path}.{name}" if path else name)
-                self._owners.setdefault(id(tensor), []).append((module, name))
-
-    def fill(self, tensors: Iterable[Tensor], device: torch.device | str = "cpu") -> None:
-        """Replace meta tensors by their values, at each place of the model that holds them."""
-        for tensor in tensors:
-            value = self._read(self._names[id(tensor)], tensor).to(device)
-            if isinstance(tensor, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-            for module, name in self._owners[id(tensor)]:
-                setattr(module, name, value)
 
 
 def shard_model(

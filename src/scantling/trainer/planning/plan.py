@@ -435,8 +435,13 @@ def _step_flops(passes: Passes) -> int | None:
     return (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
 
 
-def planned_model(run: ResolvedRun, notes: list[str]) -> Any:
+def planned_model(run: ResolvedRun, notes: list[str], *, buffers: bool = False) -> Any:
     """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
+
+    Args:
+        run: the run.
+        notes: list of assumptions.
+        buffers: have the values of buffers on the CPU.
 
     Raises:
         UserError: the model cannot be built.
@@ -453,6 +458,7 @@ def planned_model(run: ResolvedRun, notes: list[str]) -> Any:
         # any seed: meta weights have no values
         seed=0,
         device="meta",
+        buffers=buffers,
     )
     if recipe.tensor is not None and recipe.tensor.init == "random" and reads_weights(recipe.model):
         notes.append(f"tensor.init: random keeps nothing of the weights in {recipe.model.hf} for the TT layers")

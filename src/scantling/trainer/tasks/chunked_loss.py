@@ -45,7 +45,7 @@ def chunk_loss(model: Any, tokens: int) -> None:
     own.loss_chunk, own.loss_labels = tokens, None
     own.forward = MethodType(_loss_or_logits, head)
     if not head.weight.is_meta:
-        _check_same_loss(model)
+        check_same_loss(model)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def loss_labels(model: Any, labels: Tensor) -> Iterator[bool]:
         labels: (...) classes, -100 for no target.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if getattr(head, "loss_chunk", None) is None:
+    if head is None or getattr(head, "loss_chunk", None) is None:
         yield False
         return
     head.loss_labels = labels
@@ -151,10 +151,17 @@ def _loss_or_logits(head: Any, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check_same_loss(model: Any) -> None:
-    """Refuse a model whose logits are not the outputs of its output layer, such as one that limits them."""
-    ids = torch.arange(1, 9, device=model.get_output_embeddings().weight.device)[None]
-    with eval_mode(model), torch.autocast("cpu", dtype=torch.bfloat16, enabled=_is_bf16(model)):
+def check_same_loss(model: Any) -> None:
+    """Refuse a model whose logits are not the outputs of its output layer, such as one that limits them.
+
+    Args:
+        model: after `chunk_loss`, with its weights.
+
+    Raises:
+        UserError: the loss differs from that of the logits.
+    """
+    ids = torch.arange(1, 9, device=model.device)[None]
+    with eval_mode(model), torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=_is_bf16(model)):
         logits = model(input_ids=ids).logits.float()
         with loss_labels(model, ids):
             found = model(input_ids=ids).logits

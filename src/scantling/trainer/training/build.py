@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,24 +24,36 @@ from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
 from scantling.tensor.report import without_warnings
+from scantling.torchrun_env import local_world_size_from_env
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.block_parts import checkpoint_in_parts
-from scantling.trainer.models.build import build_model, convert_model, mixes_documents
+from scantling.trainer.models.build import (
+    build_model,
+    convert_model,
+    mixes_documents,
+    probe_model,
+    read_values,
+    reads_weights,
+)
 from scantling.trainer.models.checkpointing import checkpoint_activations
 from scantling.trainer.models.sharding import (
-    MetaModel,
     ShardGroup,
     gradient_ratio,
+    reshard,
     shard_groups,
     shard_model,
     whole_parameters,
 )
+from scantling.trainer.models.values import MetaModel, Read, drawn_values
+from scantling.trainer.planning.machine import host_memory
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.plan import planned_model
 from scantling.trainer.planning.resolve import ResolvedRun
 from scantling.trainer.recipe import Recipe
+from scantling.trainer.reporting.format import format_bytes
+from scantling.trainer.tasks.chunked_loss import check_same_loss
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.evaluate import evaluate_heldout
 from scantling.trainer.training.loop import Loop
@@ -47,6 +62,8 @@ from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.step import GradientRelease, Stepper
 from scantling.trainer.training.tensor_training import TensorTraining
+
+logger = logging.getLogger(__name__)
 
 
 def build_loop(
@@ -59,7 +76,7 @@ def build_loop(
     if context.rank == 0:
         key = "compute" if recipe.precision.parameters == "fp32" else "parameters"
         warn_if_slow_matmul(compute, context.device, f"set precision.{key}: fp32")
-    meta = None if context.mesh is None else build_meta_model(run, context)
+    meta = build_meta_model(run, context)
     model = build_run_model(run).to(context.device) if meta is None else meta.model
     # rank gates are parameters, so they come before the optimizer
     tensor = build_tensor_training(recipe)
@@ -68,10 +85,12 @@ def build_loop(
         checkpoint_activations(model, settings.activation_checkpointing)
         if recipe.accumulates_in_blocks(context.world_size):
             checkpoint_in_parts(model, recipe.micro_batch_size(context.world_size))
-    groups = [] if meta is None else shard_groups(model, recipe.parallel)
+    groups = [] if context.mesh is None else shard_groups(model, recipe.parallel)
     exchange = build_exchange(recipe, groups, context)
-    if meta is not None:
+    if meta is not None and context.mesh is not None:
         shard_run_model(meta, groups, recipe, context)
+    if meta is not None and not meta.is_probed:
+        _probe_run_model(run, model)
     if settings.compile:
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
@@ -186,11 +205,7 @@ def build_run_model(run: ResolvedRun) -> Any:
         seed=recipe.train.seed,
     )
     task.check_model(model, data)
-    if recipe.data.document_mask and mixes_documents(model):
-        raise UserError(
-            f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "
-            "out"
-        )
+    _check_documents(recipe, model)
     # own seed: the cores must not depend on how many numbers the weights drew
     with torch.random.fork_rng([]):
         torch.manual_seed(recipe.train.seed + _CONVERSION_SEED)
@@ -224,17 +239,89 @@ def build_exchange(recipe: Recipe, groups: Sequence[ShardGroup], context: DistCo
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
 
 
-def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel:
-    """Return the model of a run on the meta device, whose values the first process of each replica has on its CPU.
+def _check_documents(recipe: Recipe, model: Any) -> None:
+    if recipe.data.document_mask and mixes_documents(model):
+        raise UserError(
+            f"data.document_mask: {type(model).__name__} does not keep documents apart by their position_ids; leave it "
+            "out"
+        )
 
-    Whole parameters and buffers have their values already. The values are those of an unsharded run. Collectives:
-    `wait_for_all`, `run_on_all`, and a broadcast within the replica for each tensor.
+
+def _probe_run_model(run: ResolvedRun, model: Any) -> None:
+    """Check the outputs of a model that has got its values one by one. Collectives: its own, if it is sharded.
 
     Raises:
         UserError: as of `build_run_model`.
     """
-    assert context.mesh is not None
-    group, first = context.mesh.get_group(SHARD), context.replica * context.num_shards
+    run.task.check_model(model, run.prepared_data)
+    probe_model(model, run.task)
+    _check_documents(run.recipe, model)
+    if run.recipe.train.loss_chunk is not None:
+        check_same_loss(model)
+    reshard(model)
+
+
+def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel | None:
+    """Return the model of a run on the meta device; None if the process builds it as a whole by `build_run_model`.
+
+    A sharded model gets its values from the first process of each replica. This reads stored weights one by one, and
+    builds a model with random weights or TT layers as a whole on its CPU. If the machine has too little memory for
+    that, each weight is drawn with a seed of its own; else the values are those of an unsharded run. Buffers have their
+    values already, and so have whole parameters of a sharded model, and all of another one.
+
+    Collectives: gathers; for a sharded model also `wait_for_all`, `run_on_all`, and a broadcast within the replica for
+    each tensor.
+
+    Raises:
+        UserError: as of `build_run_model`, or the machine has too little memory.
+    """
+    with without_warnings():
+        meta = _values_one_by_one(run, context)
+        if meta is None and context.mesh is not None:
+            meta = MetaModel(planned_model(run, []), _from_first(_whole_values(run, context), context))
+    if meta is not None:
+        params = meta.model.parameters() if context.mesh is None else whole_parameters(meta.model)
+        meta.fill([*meta.model.buffers(), *params], context.device)
+    return meta
+
+
+def _values_one_by_one(run: ResolvedRun, context: DistContext) -> MetaModel | None:
+    """Return a model whose values are read or drawn one by one; None if it is built as a whole."""
+    recipe, machine = run.recipe, host_memory()
+    dense = replace(run, recipe=recipe.model_copy(update={"tensor": None}))
+    model, is_stored = planned_model(dense, [], buffers=True), reads_weights(recipe.model)
+    # in fp32, and for each replica on this machine
+    needed = 4 * sum(param.numel() for param in model.parameters())
+    needed *= math.ceil(local_world_size_from_env() / context.num_shards)
+    exceeds = any(context.all_gather_object(machine is not None and needed > machine.available))
+    if not exceeds and (context.mesh is None or not is_stored):
+        return None
+    read: Read | None = None
+
+    def find() -> None:
+        nonlocal read
+        read = read_values(model, recipe.model) if is_stored else drawn_values(model, recipe.train.seed)
+
+    if recipe.tensor is None:
+        context.run_on_all(find, taking_part=_is_first(context))
+    if read is not None and exceeds and not is_stored and context.is_rank0:
+        logger.warning(
+            "the whole model does not fit into the memory of this machine, so each weight is drawn with a seed of its "
+            "own; on a machine with more memory the same train.seed gives other weights"
+        )
+    if any(context.all_gather_object(read is not None)):
+        return MetaModel(model, _from_first(read, context), is_probed=False)
+    if machine is not None and needed > machine.total + machine.swap:
+        why = "tensor converts the whole model" if recipe.tensor else "they are stored in another form"
+        raise UserError(
+            f"the model needs {format_bytes(needed)} to be built, and this machine has {format_bytes(machine.total)}; "
+            f"its weights cannot be read one by one, because {why}"
+        )
+    return None
+
+
+def _whole_values(run: ResolvedRun, context: DistContext) -> Read:
+    """Build the whole model on the first process of each replica; return the reader of its values."""
     values: dict[str, torch.Tensor] = {}
 
     def build() -> None:
@@ -242,19 +329,33 @@ def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel:
         values.update({name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())})
 
     context.wait_for_all()  # a large model takes longer than a collective may
-    context.run_on_all(build, taking_part=context.rank == first)
+    context.run_on_all(build, taking_part=_is_first(context))
+    return lambda name, _: values.pop(name)
 
-    def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        value = values.pop(name) if context.rank == first else torch.empty_like(tensor, device="cpu")
+
+def _is_first(context: DistContext) -> bool:
+    """Return True for the process that gives the others of its replica their weights."""
+    return context.rank % context.num_shards == 0
+
+
+def _from_first(read: Read | None, context: DistContext) -> Read:
+    """Return a reader whose values the first process of each replica reads; without a mesh it is `read` itself."""
+    if context.mesh is None:
+        assert read is not None
+        return read
+    group, first = context.mesh.get_group(SHARD), context.replica * context.num_shards
+
+    def receive(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        value = torch.empty_like(tensor, device="cpu")
+        if context.rank == first:
+            assert read is not None
+            value = read(name, tensor)
         if value.numel():
             # as bytes, because backends do not support every dtype
             dist.broadcast(value.contiguous().reshape(-1).view(torch.uint8), first, group=group)
         return value
 
-    with without_warnings():
-        meta = MetaModel(planned_model(run, []), read)
-    meta.fill([*meta.model.buffers(), *whole_parameters(meta.model)], context.device)
-    return meta
+    return receive
 
 
 def shard_run_model(meta: MetaModel, groups: Sequence[ShardGroup], recipe: Recipe, context: DistContext) -> None:

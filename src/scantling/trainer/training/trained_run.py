@@ -118,13 +118,13 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext, *, shards: bool 
     check_recipe_of_checkpoint(checkpoint, recipe)
     check_data(checkpoint, data.info.get("fingerprint"))
     with without_warnings():
-        meta = None if context.mesh is None else build_meta_model(run, context)
+        meta = build_meta_model(run, context)
         model = build_run_model(run) if meta is None else meta.model
     # TT ranks first: they set the shapes of the weights. Pruned ranks are removed after the weights are loaded
     tensor = build_tensor_training(recipe)
     tensor.attach(model)  # the saved ranks are in the state of the rank gates
     load_tensor(tensor, checkpoint)
-    if meta is not None:
+    if meta is not None and context.mesh is not None:
         shard_run_model(meta, shard_groups(model, recipe.parallel), recipe, context)
     load_model(model, checkpoint)
     tensor.detach()
