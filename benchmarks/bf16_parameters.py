@@ -87,7 +87,7 @@ def main() -> int:
     if options.phase == "report":
         report(ledger.lines())
     else:
-        side_by_side(options.jobs, ledger.run, [run_spec(name, seed) for seed in SEEDS for name in RUNS])
+        side_by_side(options.jobs, ledger.run, [run_spec(name, seed) for name in RUNS for seed in SEEDS])
     return 0
 
 
