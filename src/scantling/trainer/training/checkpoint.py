@@ -30,27 +30,22 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import fsync
-from scantling.optim.sharding import is_sharded, shard_plan
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.checkpoint_index import (
     INDEX,
     METADATA,
     Index,
     IndexedReader,
-    RankWriter,
-    index_entries,
-    is_rank_key,
     merge_entries,
     read_index,
     write_index,
 )
 from scantling.trainer.training.checkpoint_manifest import file_digest, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_parts import Part, own_parts, write_parts
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +157,22 @@ class Checkpointer:
         """Why `newest` skipped checkpoints."""
 
     def save(self, step: int, state: State) -> Path:
+        """Write one checkpoint and return its folder. Collectives: those of `write`.
+
+        Raises:
+            RunError: as of `write`.
+        """
+        return self.write(step, own_parts(state.tensors, self.context), state.values)
+
+    def write(self, step: int, parts: Mapping[str, Part], values: dict[str, Any]) -> Path:
         """Write one checkpoint; on return it is on all disks, and old ones beyond `keep` are removed.
 
         Collectives: gathers of the errors of each part, and of the index entries that ranks have written.
+
+        Args:
+            step: of the checkpoint.
+            parts: of `own_parts`.
+            values: everything that is not a tensor.
 
         Raises:
             RunError: a rank could not write it, for example on a full disk; earlier checkpoints are untouched.
@@ -174,12 +182,10 @@ class Checkpointer:
         entries: dict[str, Any] = {}
 
         def write_tensors() -> None:
-            # each part is saved once in a folder; each rank saves its own states
-            own = {key: each for key, each in state.tensors.items() if _saves(key, each, context)}
-            entries.update(_save_tensors(own, aside, context.rank))
+            entries.update(write_parts(parts, aside, context.rank))
 
         def seal() -> None:
-            _seal(aside, entries, {"step": step, "world_size": context.world_size, "save": save_id}, state.values)
+            _seal(aside, entries, {"step": step, "world_size": context.world_size, "save": save_id}, values)
 
         # 1. an empty folder, 2. tensor files of each rank, 3. index and manifest, 4. rename
         problem = context.collect_errors(_run_io(lambda: _make_empty_folder(aside)) if context.is_writer else None)
@@ -187,9 +193,9 @@ class Checkpointer:
             problem = self._run_io_everywhere(write_tensors)
         if problem is None:
             # the writer of each folder indexes the files of all ranks that see the folder
-            parts = context.all_gather_object(None if context.is_writer else entries)
+            by_rank = context.all_gather_object(None if context.is_writer else entries)
             for rank in context.ranks_sharing(context.rank):
-                merge_entries(entries, parts[rank] or {})
+                merge_entries(entries, by_rank[rank] or {})
             problem = self._run_io_everywhere(seal, taking_part=context.is_writer)
         if problem is None:
             problem = context.collect_errors(
@@ -201,6 +207,19 @@ class Checkpointer:
         if context.is_writer:  # after all have the new one: after a crash they resume from one that all have
             self._remove_old(step)
         return target
+
+    @property
+    def has_failed(self) -> bool:
+        """True if `wait` raises the error of a save in the background."""
+        return False
+
+    @property
+    def is_writing(self) -> bool:
+        """True if `wait` waits for a save in the background."""
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once: nothing is saved in the background."""
 
     def _run_io_everywhere(self, action: Callable[[], None], *, taking_part: bool = True) -> str | None:
         """Run a file-system action on some ranks; return the errors of all ranks as text, or None."""
@@ -342,10 +361,6 @@ def _run_io(action: Callable[[], None]) -> str | None:
     """Run a file-system action; return its error as text, or None."""
     try:
         action()
-    # DCP collects the errors of a write by rank; keep each text once
-    except CheckpointException as error:
-        _raise_interrupt(error)
-        return "; ".join(sorted({_describe_io_error(inner[0]) for inner in error.failures.values()}))
     except (OSError, RuntimeError) as error:
         return _describe_io_error(error)
     return None
@@ -376,34 +391,6 @@ def _make_empty_folder(folder: Path) -> None:
     if folder.parent.is_dir():
         remove_torn(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)  # it still exists if it holds files of other programs
-
-
-def _saves(key: str, tensor: torch.Tensor, context: DistContext) -> bool:
-    """Return True if this rank is the first with this tensor, or part of a tensor, among those that see its folder."""
-    ranks = context.ranks_sharing(context.writers[context.rank] if context.writers else 0)
-    if is_rank_key(key):
-        if key.startswith("rng/"):
-            return True
-        ranks = [rank for rank in ranks if rank // context.num_shards == context.replica]
-    if is_sharded(tensor):
-        ranks = [rank for rank in ranks if rank % context.num_shards == context.rank % context.num_shards]
-    return context.rank == ranks[0]
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, Any]:
-    """Write one rank's tensors, and return their index entries. No collective: those of DCP send pickles."""
-    parts = {key: to_local(tensor) for key, tensor in tensors.items()}
-    parts = {key: part for key, part in parts.items() if part.numel() or not is_sharded(tensors[key])}
-    if not parts:
-        return {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        entries = index_entries(save(parts, storage_writer=RankWriter(folder, rank), no_dist=True))
-    for key in parts:
-        if is_sharded(tensors[key]):  # the part lies somewhere in the whole tensor
-            entries[key]["size"] = list(tensors[key].shape)
-            entries[key]["chunks"][0]["offsets"] = list(shard_plan(tensors[key]).start)
-    return entries
 
 
 def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any]) -> None:

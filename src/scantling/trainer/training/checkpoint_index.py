@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,13 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from scantling.distributed.objects import DTYPES
 from scantling.errors import UserError
 from scantling.files import no_follow
-from scantling.numerics.torch_private import checkpoint_file_prefix, checkpoint_storage_info
+from scantling.numerics.torch_private import checkpoint_storage_info
 
 INDEX = "index.json"
 METADATA = ".metadata"
@@ -251,22 +250,6 @@ def _are_disjoint(chunks: list[_Chunk], dim: int = 0) -> bool:
 def is_rank_key(key: str) -> bool:
     """True for the key of a tensor that one rank has for itself, such as `exchange/rank0/residuals`."""
     return _RANK_KEY.match(key) is not None
-
-
-class RankWriter(FileSystemWriter):
-    """A writer of one rank's tensors: their file has its rank in its name, and nothing else is written."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, sync_files=True)
-        self._prefix = checkpoint_file_prefix(f"__{rank}_")
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # the base class names files by the position of the plan, which is 0 on each rank without a group
-        return [replace(plan, storage_data=self._prefix) for plan in plans]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # keep only the file positions, for `index_entries`; the base class would write `.metadata`
-        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
 
 
 class IndexedReader(FileSystemReader):

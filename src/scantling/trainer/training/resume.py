@@ -19,6 +19,7 @@ from scantling.trainer.training.schedule import Schedule, warmup_steps, wsd_deca
 FREE_KEYS = {
     "name",
     "data.workers",
+    "parallel.async_checkpoint",
     "parallel.offload",
     "parallel.replicate",
     "parallel.reshard",

@@ -31,6 +31,7 @@ from scantling.trainer.reporting.runs import read_run
 from scantling.trainer.rss import rss_bytes
 from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
+from scantling.trainer.training.checkpoint_background import BackgroundCheckpointer
 from scantling.trainer.training.cuda_graphs import check_graph
 from scantling.trainer.training.loop import Loop, Outcome, explain_out_of_memory
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
@@ -200,7 +201,8 @@ def _train(
     report = Sinks(sinks) if context.is_rank0 else Sink()
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
-    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
+    make_checkpointer = BackgroundCheckpointer if recipe.parallel.async_checkpoint else Checkpointer
+    checkpointer = make_checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
     start = find_start(folder, checkpointer, recipe, context, resume=resume)
     run, planned = _plan_and_prepare(run, context, report, progress if context.is_rank0 else None)
     if start.checkpoint is not None:
