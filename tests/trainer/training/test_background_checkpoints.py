@@ -17,7 +17,7 @@ import torch
 
 import scantling as sc
 from scantling.distributed.context import SINGLE_PROCESS
-from scantling.errors import RunError
+from scantling.errors import RunError, UserError
 from scantling.trainer.training import checkpoint as saving
 from scantling.trainer.training.checkpoint import Checkpointer, State, load_tensors
 from scantling.trainer.training.checkpoint_background import BackgroundCheckpointer
@@ -154,6 +154,23 @@ def test_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 
+def test_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    """The first checkpoint may be in the background until the second is due."""
+    run = tmp_path / "run"
+    recipe = tiny_recipe(tmp_path, train={"steps": 6, "checkpoint_every": 4}, parallel=ASYNC)
+    sc.train(recipe, run_dir=run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    assert sc.train(run, resume=True).step == 6
+    assert len(records(run)) == 6
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    line = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    (run / "metrics.jsonl").write_text(line.replace('"step": 6', '"step": 9'))
+    with pytest.raises(UserError, match="records up to step 9 and no checkpoint"):
+        sc.train(run, resume=True)
+
+
 def sharded_recipe(folder: Path, **parallel: Any) -> dict[str, Any]:
     return tiny_recipe(
         folder,
@@ -242,9 +259,10 @@ def test_kills_at_random_moments_end_with_the_same_bits(tmp_path: Path, processe
         tensor={**MODELS["tt"], "rank": {"*mlp*": 8}},
         optim=OPTIMIZERS["came"],
         comm=EXCHANGES["allreduce"],
-        train={"steps": 24, "checkpoint_every": 2, "batch_size": 8},
+        train={"steps": 60, "checkpoint_every": 2, "batch_size": 8},
     )
-    check_kills(tmp_path, recipe, [3.3, 4.7, 2.1, 3.9], processes=processes)
+    # after step 4 there is a checkpoint of step 2, without which a resume would replace the records
+    check_kills(tmp_path, recipe, [6.3, 4.7, 2.1, 3.9], processes=processes)
 
 
 def _fail_on_rank_1() -> None:
@@ -271,16 +289,6 @@ def test_error_of_one_rank_is_raised_on_both(tmp_path: Path) -> None:
     assert done.stderr.count(f"rank 1 on {os.uname().nodename}: the disk is full; the checkpoint of step 2 is") == 2
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-2"]
     assert find_damage(run / "checkpoints" / "step-2") is None
-
-
-def _write_slowly() -> None:
-    write = saving.write_parts
-
-    def write_late(*args: Any) -> dict[str, Any]:
-        time.sleep(1)
-        return write(*args)
-
-    saving.write_parts = write_late
 
 
 @pytest.mark.dist
