@@ -166,7 +166,7 @@ def test_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: 
     shutil.rmtree(run / "checkpoints")
     (run / "result.json").unlink()
     line = (run / "metrics.jsonl").read_text().splitlines()[-1]
-    (run / "metrics.jsonl").write_text(line.replace('"step": 6', '"step": 9'))
+    (run / "metrics.jsonl").write_text(line.replace('"step": 6', '"step": 9') + "\n")
     with pytest.raises(UserError, match="records up to step 9 and no checkpoint"):
         sc.train(run, resume=True)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import platform
 import re
 import secrets
@@ -40,11 +41,12 @@ from scantling.trainer.training.checkpoint_index import (
     METADATA,
     Index,
     IndexedReader,
+    describe_absent,
     merge_entries,
     read_index,
     write_index,
 )
-from scantling.trainer.training.checkpoint_manifest import file_digest, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_manifest import file_digest, files_elsewhere, read_manifest, write_manifest
 from scantling.trainer.training.checkpoint_parts import Part, own_parts, write_parts
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,8 @@ class Checkpoint:
         Raises:
             UserError: one of the two is missing or damaged.
         """
-        return cls(path, read_manifest(path), read_index(path, allow_lost_ranks=True))
+        manifest = read_manifest(path)
+        return cls(path, manifest, read_index(path, files_elsewhere(manifest), allow_lost_ranks=True))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -106,15 +109,17 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     # a folder renamed to another step would resume at the wrong step
     if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
         raise UserError(f"its manifest is that of step {manifest['step']}")
-    listed = manifest["files"]
+    elsewhere = files_elsewhere(manifest)
+    listed = manifest["files"] | {name: file.digest for name, file in elsewhere.items()}
     # with weights_only the index comes first, because it names the files with shared tensors
-    index = read_index(path, allow_lost_ranks=True) if weights_only else None
+    index = read_index(path, elsewhere, allow_lost_ranks=True) if weights_only else None
     needed = listed.keys() if index is None else {METADATA, INDEX, *index.shared_files}
     for name in listed:
-        if name in needed:
+        # files of other machines are here if they were copied
+        if name in needed and (name not in elsewhere or (path / name).exists()):
             _verify_file(path, name, listed[name])
     if index is None:
-        index = read_index(path)
+        index = read_index(path, elsewhere)
         # the two lists must be equal: each file has a checksum, and each checksum a file
         differing = {METADATA, INDEX, *index.files} ^ needed
     else:
@@ -180,12 +185,17 @@ class Checkpointer:
         context, target, aside = self.context, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
         save_id = context.broadcast_object(secrets.token_hex(8))
         entries: dict[str, Any] = {}
+        digests: dict[str, Any] = {}
+        # parts of one tensor in several folders: each index names all of them
+        spreads = context.has_separate_folders and context.num_shards > 1
 
         def write_tensors() -> None:
             entries.update(write_parts(parts, aside, context.rank))
 
+        header: dict[str, Any] = {"step": step, "world_size": context.world_size, "save": save_id}
+
         def seal() -> None:
-            _seal(aside, entries, {"step": step, "world_size": context.world_size, "save": save_id}, values)
+            _seal(aside, entries, header, values, digests)
 
         # 1. an empty folder, 2. tensor files of each rank, 3. index and manifest, 4. rename
         problem = context.collect_errors(_run_io(lambda: _make_empty_folder(aside)) if context.is_writer else None)
@@ -193,9 +203,15 @@ class Checkpointer:
             problem = self._run_io_everywhere(write_tensors)
         if problem is None:
             # the writer of each folder indexes the files of all ranks that see the folder
-            by_rank = context.all_gather_object(None if context.is_writer else entries)
+            by_rank = context.all_gather_object(entries if spreads or not context.is_writer else None)
             for rank in context.ranks_sharing(context.rank):
-                merge_entries(entries, by_rank[rank] or {})
+                if rank != context.rank:
+                    merge_entries(entries, by_rank[rank])
+            if spreads:
+                header["elsewhere"], problem = self._gather_elsewhere(aside, target, entries, digests)
+                for other in by_rank if context.is_writer else ():
+                    merge_entries(entries, other)
+        if problem is None:
             problem = self._run_io_everywhere(seal, taking_part=context.is_writer)
         if problem is None:
             problem = context.collect_errors(
@@ -226,6 +242,29 @@ class Checkpointer:
         own = _run_io(action) if taking_part else None
         self.context.wait_for_all()  # large files take longer than a collective may
         return self.context.collect_errors(own)
+
+    def _gather_elsewhere(
+        self, aside: Path, target: Path, entries: Mapping[str, Any], digests: dict[str, Any]
+    ) -> tuple[list[Any], str | None]:
+        """Return the tensor files of the other folders for the manifest, and the errors of all ranks as text, or None.
+
+        Collectives: gathers.
+
+        Args:
+            aside, target: of the checkpoint.
+            entries: of the files of this folder.
+            digests: filled with those of the files of this folder.
+        """
+        context = self.context
+
+        def digest() -> None:
+            names = {chunk["file"] for entry in entries.values() for chunk in entry["chunks"]}
+            digests.update({name: file_digest(aside / name) for name in sorted(names)})
+
+        problem = self._run_io_everywhere(digest, taking_part=context.is_writer)
+        host, folder = platform.node() or "an unnamed machine", os.path.abspath(target)
+        folders = context.all_gather_object({"host": host, "folder": folder, "files": digests})
+        return [folders[rank] for rank in sorted(set(context.writers) - {context.rank})], problem
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
@@ -300,7 +339,7 @@ class Checkpointer:
         one = next(iter(by_writer.values()))
         missing = set(one["expected"]).difference(*(each["ranks"] for each in by_writer.values()))
         if missing and one["world_size"] == context.world_size and not weights_only:
-            names = ", ".join(f"__{rank}_0.distcp" for rank in sorted(missing))
+            names = describe_absent([f"__{rank}_0.distcp" for rank in sorted(missing)], one["absent"])
             return f"no folder has the states of all ranks: {names} missing; copy the folders of all machines"
         return None
 
@@ -319,7 +358,8 @@ def _inspect(path: Path, *, weights_only: bool) -> tuple[Checkpoint | None, dict
         "save": checkpoint.manifest["save"],
         "world_size": checkpoint.manifest["world_size"],
         "expected": sorted(map(int, checkpoint.values.get("rng") or {})),
-        "ranks": checkpoint.index.ranks,
+        "ranks": checkpoint.index.ranks("rng"),
+        "absent": checkpoint.index.absent,
     }
 
 
@@ -337,7 +377,7 @@ def load_tensors(
     Raises:
         UserError: the checkpoint cannot be read, or a tensor in `into` has another shape.
     """
-    index = index or read_index(path, allow_lost_ranks=True)
+    index = index or Checkpoint.read(path).index
     target: dict[str, torch.Tensor] = {}
     for key, entry in index.entries(prefix).items():
         given = None if into is None else into.get(key)
@@ -352,6 +392,9 @@ def load_tensors(
                 load(target, storage_reader=IndexedReader(path, index), no_dist=True)
             except CheckpointException as error:
                 _raise_interrupt(error)
+                for inner, _ in error.failures.values():
+                    if isinstance(inner, UserError):
+                        raise inner from None
                 problem = "; ".join(sorted({first_line(inner[0]) for inner in error.failures.values()}))
                 raise UserError(f"the tensors of checkpoint {path} cannot be read: {problem}") from None
     return target
@@ -393,15 +436,18 @@ def _make_empty_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # it still exists if it holds files of other programs
 
 
-def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write the index and the manifest of a checkpoint whose tensor files are complete."""
+def _seal(
+    folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any], digests: Mapping[str, Any]
+) -> None:
+    """Write the index and the manifest of a checkpoint whose tensor files are complete; some digests may be known."""
     # the index first, because it names the files; the manifest with their checksums comes last
-    names = {METADATA, INDEX, *write_index(entries, folder).files}
+    elsewhere = files_elsewhere(header)
+    names = {METADATA, INDEX, *write_index(entries, folder, elsewhere).files} - elsewhere.keys()
     manifest = {
         **header,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "values": values,
-        "files": {name: file_digest(folder / name) for name in sorted(names)},
+        "files": {name: digests.get(name) or file_digest(folder / name) for name in sorted(names)},
     }
     write_manifest(folder, manifest)
     fsync(folder)

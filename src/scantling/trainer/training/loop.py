@@ -275,10 +275,10 @@ class Loop:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint, so that the next step is the one that would have come.
 
-        Collectives: those of `Stepper.rehearse`, with several processes.
+        Collectives: those of `Stepper.rehearse`, with several processes, of `run_on_all` and of the loaded states.
 
         Raises:
-            UserError: the checkpoint does not fit this run.
+            UserError: the checkpoint does not fit this run, or parts of it are on another machine.
         """
         values = checkpoint.values
         load_tensor(self.stepper.tensor, checkpoint)  # first, because it sets the shapes of the parameters
@@ -287,8 +287,12 @@ class Loop:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
         # model, optimizer and exchange in place; captured graphs have other addresses afterwards
-        load_model(self.model, checkpoint)
-        load_optimizer(self.stepper.optimizer, self.model, checkpoint)
+
+        def load() -> None:
+            load_model(self.model, checkpoint)
+            load_optimizer(self.stepper.optimizer, self.model, checkpoint)
+
+        self.context.run_on_all(load)  # each rank names the files that it misses
         load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal

@@ -113,7 +113,6 @@ def train(
             context = with_mesh(context, *mesh_shape, timeout_s=checked.comm.timeout)
             locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
-                _check_replica_folders(context)
                 return _train(checked, locked, context, resume=resume, sinks=sinks, progress=progress)
             except (RuntimeError, MemoryError) as error:
                 clear = explain_out_of_memory(error)
@@ -122,20 +121,6 @@ def train(
                 raise clear from None
             finally:
                 locked.unlock()
-
-
-def _check_replica_folders(context: DistContext) -> None:
-    """Raise a UserError if the processes of one replica see different run directories, so that none is complete."""
-    if context.mesh is None or not context.has_separate_folders:
-        return
-    for first in range(0, context.world_size, context.num_shards):
-        ranks = range(first, first + context.num_shards)
-        if len({context.writers[rank] for rank in ranks}) > 1:
-            raise UserError(
-                f"{', '.join(map(context.describe_rank, ranks))} share one replica and see different run directories, "
-                "in which checkpoints would be incomplete; give a --run-dir on a shared file system, or set "
-                "parallel.shard so that the processes of a machine hold whole replicas"
-            )
 
 
 def load_run_recipe(
