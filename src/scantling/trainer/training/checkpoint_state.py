@@ -191,8 +191,11 @@ def _rank_tensors(
 
     With `params`, those of a sharded parameter are the part on this process.
 
-    Collectives, if ranks see several folders: gathers of the ranks that each process has and needs, and broadcasts of
-    the missing ones, except of sharded states. A machine may have other ranks in each launch.
+    Collectives: those of `run_on_all`; if ranks see several folders, gathers of the ranks that each process has and
+    needs, and broadcasts of the missing ones, except of sharded states. A machine may have other ranks in each launch.
+
+    Raises:
+        UserError: parts of a state are in files that only the folder of another machine has.
     """
     held = checkpoint.index.ranks(kind)
     found = {rank: _one_rank(kind, checkpoint, rank, params) for rank in ranks if rank in held}
@@ -208,10 +211,14 @@ def _rank_tensors(
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
+
     # parts in this folder are enough for the same shards; others raise an error that names their files
-    for rank in checkpoint.index.ranks(kind, absent=True):
-        if rank in ranks and rank not in found:
-            found[rank] = _one_rank(kind, checkpoint, rank, params)
+    def read_incomplete() -> None:
+        for rank in checkpoint.index.ranks(kind, absent=True):
+            if rank in ranks and rank not in found:
+                found[rank] = _one_rank(kind, checkpoint, rank, params)
+
+    context.run_on_all(read_incomplete)
     return {rank: found[rank] for rank in ranks if rank in found}
 
 
