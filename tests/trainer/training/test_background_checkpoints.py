@@ -199,15 +199,15 @@ def test_shards_in_the_background_are_the_same_files(straight: Path, tmp_path: P
     assert steps(straight) == steps(tmp_path / "run") == [8, 6, 4, 2]
     for step in steps(straight):
         one, other = (content(run / "checkpoints" / f"step-{step}") for run in (straight, tmp_path / "run"))
-        assert one.keys() == other.keys() == {"__0_0.distcp", "__1_0.distcp", "index.json", ".metadata", "manifest.json"}
+        assert (
+            one.keys() == other.keys() == {"__0_0.distcp", "__1_0.distcp", "index.json", ".metadata", "manifest.json"}
+        )
         # the other two have the id of the save
         same = ["__0_0.distcp", "__1_0.distcp", "index.json"]
         assert [name for name in same if one[name] != other[name]] == []
     # the key may change in a resume
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
-    done = scantling(
-        "train", tmp_path / "run", "--resume", "--set", "parallel.async_checkpoint=true", processes=2
-    )
+    done = scantling("train", tmp_path / "run", "--resume", "--set", "parallel.async_checkpoint=true", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     want, got = saved_tensors(straight), saved_tensors(tmp_path / "run")
     assert want.keys() == got.keys()
@@ -234,9 +234,7 @@ def _kill_in_step_4() -> None:
 def test_kill_of_the_thread_leaves_the_checkpoint_before(straight: Path, tmp_path: Path, when: str) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", sharded_recipe(tmp_path))
     run = tmp_path / "run"
-    done = scantling(
-        "train", path, "--run-dir", run, processes=2, before=_kill_in_step_4, env={"TESTS_KILL": when}
-    )
+    done = scantling("train", path, "--run-dir", run, processes=2, before=_kill_in_step_4, env={"TESTS_KILL": when})
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert steps(run) == [2]

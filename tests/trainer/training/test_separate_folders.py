@@ -290,7 +290,10 @@ def test_two_machines_of_two_processes(tmp_path: Path) -> None:
     recipe, both = write(tmp_path, DEMO), machines(tmp_path)
     all_done(on_machines(both, "train", recipe, "--run-dir", "run", processes=2))
     for number, each in enumerate(both):
-        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks("rng") == [2 * number, 2 * number + 1]
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks("rng") == [
+            2 * number,
+            2 * number + 1,
+        ]
     straight = [tensors(each / "run", 6) for each in both]
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")

@@ -3,9 +3,12 @@
 A checkpoint is a folder `step-N` with the tensor files of torch.distributed.checkpoint, `index.json` (where each
 tensor is) and `manifest.json` (step, world size, versions, all values that are not tensors, size and SHA-256 of each
 file, and a checksum of the manifest itself). It is written to `step-N.tmp` and renamed when everything is on disk, so
-a folder `step-N` is complete unless the disk damaged it, which the checksums detect. Machines without a shared file
-system each have such folders: `model/`, `optimizer/` and `tensor/` complete in each, per-rank states where those ranks
-ran.
+a folder `step-N` is complete unless the disk damaged it, which the checksums detect.
+
+Machines without a shared file system each have such folders: `model/`, `optimizer/` and `tensor/` complete in each,
+per-rank states where those ranks ran. If they share replicas, each folder has only the parts that its ranks hold. Then
+each index names all parts, and the manifest lists the files of the other folders under `elsewhere`, so that a folder is
+whole once these files are copied into it.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
 `rng/rank<r>/<device>`, `tensor/<key>`, `exchange/rank<r>/<name>` of replica r. Of a sharded tensor each rank writes its
@@ -148,7 +151,7 @@ class Checkpointer:
 
     The ranks that see one folder write one checkpoint into it: the first of them the tensors that all ranks have, and
     each rank its own. Ranks that see several folders, such as machines without a shared file system, write one
-    checkpoint into each; these belong together by the id of their save.
+    checkpoint into each; these belong together by the id of their save, and each names the parts in the others.
 
     Args:
         folder: the run's `checkpoints` folder, as this process sees it.

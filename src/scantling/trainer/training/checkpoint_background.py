@@ -85,7 +85,10 @@ class BackgroundCheckpointer(Checkpointer):
         """
         if self._task is not None:
             task, self._task = self._task, None
-            task.result(timeout_s=timeout_s)
+            try:
+                task.result(timeout_s=timeout_s)
+            except TimeoutError:
+                raise TimeoutError(f"it was not complete after {timeout_s:g} s") from None
 
     def newest(self, *, weights_only: bool = False) -> Checkpoint | None:
         """Wait for the save in the background, and return what `Checkpointer.newest` returns."""
