@@ -50,6 +50,7 @@ class DistContext:
         hosts: by rank, the name of its machine, for messages; may be empty.
         wait_group: gloo group with a timeout of hours; its connections fail at once if a process dies.
         mesh: of dims `replicate` and `shard`, if each replica of the model is sharded over several processes.
+        group: gloo group of the collectives of this context, with a timeout of hours; None for the default group.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class DistContext:
     hosts: tuple[str, ...] = ()
     wait_group: Any = None
     mesh: DeviceMesh | None = None
+    group: Any = None
 
     @property
     def num_shards(self) -> int:
@@ -140,20 +142,26 @@ class DistContext:
         common.relayed = True
         raise common from error
 
+    def with_own_group(self) -> DistContext:
+        """Return the context for a thread, whose collectives run next to those of this one. Collective: a new group."""
+        if self.world_size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=PREPARATION_S)))
+
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over all processes in place. Collective: one all-reduce."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
         # one process gets the same round trip through JSON as several: tuples become lists
-        return to_json_types(value) if self.world_size == 1 else broadcast_json(value)
+        return to_json_types(value) if self.world_size == 1 else broadcast_json(value, self.group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks on every rank. Collectives: two all-gathers."""
-        return [to_json_types(value)] if self.world_size == 1 else all_gather_json(value)
+        return [to_json_types(value)] if self.world_size == 1 else all_gather_json(value, self.group)
 
     def all_gather_arrays(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """Return the arrays of all ranks on every rank. Collectives: four all-gathers."""
@@ -161,7 +169,7 @@ class DistContext:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def wait_for_all(self, timeout_s: float = PREPARATION_S) -> None:
         """Wait for all processes, by default for hours, while a collective waits for minutes.
@@ -172,6 +180,9 @@ class DistContext:
             SilentPeerError: some ranks did not arrive, or ended; the message names them.
         """
         if self.world_size == 1:
+            return
+        if self.group is not None:
+            dist.barrier(self.group)  # which waits for hours; the counts in the store are those of the main thread
             return
         try:
             # the barrier fails at once if a process dies; the store knows who is missing and why a rank failed

@@ -27,15 +27,21 @@ def to_json_types(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def broadcast_json(value: Any) -> Any:
-    """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts."""
-    content = _to_bytes(json.dumps(value).encode()) if dist.get_rank() == 0 else None
+def broadcast_json(value: Any, group: Any = None) -> Any:
+    """Return the JSON value of rank 0 on every rank. Collectives: two broadcasts.
+
+    Args:
+        value: the value to send on rank 0; ignored on other ranks.
+        group: gloo group of all ranks; None for the default group.
+    """
+    device = _device(group)
+    content = _to_bytes(json.dumps(value).encode(), device) if dist.get_rank() == 0 else None
     # send the length first: receivers need it to allocate the buffer
-    length = torch.tensor([0 if content is None else content.numel()], device=_device())
-    dist.broadcast(length, src=0)
+    length = torch.tensor([0 if content is None else content.numel()], device=device)
+    dist.broadcast(length, src=0, group=group)
     if content is None:
-        content = torch.empty(int(length), dtype=torch.uint8, device=_device())
-    dist.broadcast(content, src=0)
+        content = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src=0, group=group)
     return json.loads(_from_bytes(content))
 
 
@@ -63,9 +69,9 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None, src: int) -> dict
     return received
 
 
-def all_gather_json(value: Any) -> list[Any]:
-    """Return the JSON values of all ranks, in order. Collectives: two all-gathers."""
-    return [json.loads(each) for each in _gather_bytes(json.dumps(value).encode())]
+def all_gather_json(value: Any, group: Any = None) -> list[Any]:
+    """Return the JSON values of all ranks, in order; `group` as in `broadcast_json`. Collectives: two all-gathers."""
+    return [json.loads(each) for each in _gather_bytes(json.dumps(value).encode(), group)]
 
 
 def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -79,34 +85,36 @@ def all_gather_arrays(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]
     ]
 
 
-def _gather_bytes(content: bytes) -> list[bytes]:
-    device, world_size = _device(), dist.get_world_size()
+def _gather_bytes(content: bytes, group: Any = None) -> list[bytes]:
+    device, world_size = _device(group), dist.get_world_size()
     # `all_gather` needs equal sizes: exchange the lengths, pad to the longest, cut afterwards
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(lengths, torch.tensor([len(content)], device=device))
+    dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
     longest = max(int(length) for length in lengths)
     # all ranks see the same lengths, so all skip the second collective
     if not longest:
         return [b""] * world_size
     own = torch.zeros(longest, dtype=torch.uint8, device=device)
     if content:
-        own[: len(content)] = _to_bytes(content)
+        own[: len(content)] = _to_bytes(content, device)
     parts = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(parts, own)
+    dist.all_gather(parts, own, group=group)
     return [_from_bytes(part[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
 
 
-def _to_bytes(content: bytes) -> torch.Tensor:
+def _to_bytes(content: bytes, device: torch.device) -> torch.Tensor:
     # copy into a bytearray: `frombuffer` warns about read-only memory
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device())
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 def _from_bytes(content: torch.Tensor) -> bytes:
     return content.cpu().numpy().tobytes()
 
 
-def _device() -> torch.device:
-    """Return a device that the default process group supports; with NCCL only, that is the GPU."""
+def _device(group: Any = None) -> torch.device:
+    """Return a device that a process group supports; a default group with NCCL only needs the GPU."""
+    if group is not None:
+        return torch.device("cpu")
     types = default_group_devices()
     if torch.device("cpu") in types:
         return torch.device("cpu")

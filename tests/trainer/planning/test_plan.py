@@ -48,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"preset": "llama-10m"},
         "train": {"batch_size": 8, "activation_checkpointing": "feed_forward"},
     },
+    "async checkpoints": {
+        "model": {"preset": "llama-10m"},
+        "train": {"batch_size": 1, "checkpoint_every": 1},
+        "parallel": {"async_checkpoint": True},
+    },
 }
 SCRIPT = """
 import json, sys, scantling as sc
@@ -64,6 +69,7 @@ print(json.dumps([plan, dict(result.metrics)]))
         ("llama-1m", False),
         ("micro-batches", True),
         ("released", True),
+        ("async checkpoints", True),
         *(pytest.param(case, tight, marks=pytest.mark.slow) for case in CASES for tight in (False, True)),
     ],
 )
@@ -95,6 +101,20 @@ def test_peak_memory(tmp_path: Path, case: str, tight: bool) -> None:
         # Libraries of matrix products keep buffers that the plan does not know, 17 MiB on an AMD EPYC with AVX-512.
         expected = pytest.approx(added, rel=0.1, abs=20 * 2**20)
         assert planned["peak_memory_bytes"] - planned["base_bytes"] == expected
+
+
+def test_copy_for_checkpoints_takes_memory_of_the_cpu(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        before, after = (
+            sc.plan(tiny_recipe(tmp_path, parallel={"async_checkpoint": each}), device=device).rebase(0)
+            for each in (False, True)
+        )
+        assert before.staged_bytes == 0
+        assert after.staged_bytes == after.weight_bytes + after.optimizer_state_bytes
+        added = after.peak_memory_bytes - before.peak_memory_bytes
+        assert added == (after.staged_bytes if device == "cpu" else 0)
+        assert "copy for checkpoints" in str(after)
+        assert "copy for checkpoints" not in str(before)
 
 
 def test_micro_batches_and_checkpointing_save_activations(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from scantling.distributed.context import DistContext
 from scantling.distributed.peers import ARRIVED, group_store
 from scantling.errors import UserError
-from scantling.trainer.training import checkpoint
+from scantling.trainer.training import checkpoint, checkpoint_parts
 from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State
 from scantling.trainer.training.checkpoint_state import (
     load_model,
@@ -63,7 +63,7 @@ def test_interrupt_while_saving_or_loading_is_no_damage(
 
     checkpointer = Checkpointer(tmp_path, SINGLE_PROCESS)
     saved = checkpointer.save(1, State({"a": torch.arange(3)}, {}))
-    part, name = (checkpoint.IndexedReader, "read_data") if reader else (checkpoint.RankWriter, "write_data")
+    part, name = (checkpoint.IndexedReader, "read_data") if reader else (checkpoint_parts.RankWriter, "write_data")
     with monkeypatch.context() as patched:
         patched.setattr(part, name, interrupted)
         with pytest.raises(KeyboardInterrupt):

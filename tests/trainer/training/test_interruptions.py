@@ -187,8 +187,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.dist
-def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, train={"steps": 12, "checkpoint_every": 4}))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_full_disk_keeps_the_checkpoint_before(tmp_path: Path, small_disk: Path, is_async: bool) -> None:
+    sections = {"train": {"steps": 12, "checkpoint_every": 4}, "parallel": {"async_checkpoint": is_async}}
+    path = write_recipe(tmp_path / "recipe.yaml", tiny_recipe(tmp_path, **sections))
     run = small_disk / "run"
     filler = small_disk / "filler"
     process = start_scantling(

@@ -114,7 +114,7 @@ def test_each_folder_holds_the_weights_and_its_own_ranks(any_runs: Runs) -> None
         newest = Checkpointer(run / "checkpoints", SINGLE_PROCESS).newest(weights_only=True)
         assert newest is not None
         assert newest.path == run / "checkpoints" / "step-6"
-        assert newest.index.ranks == [rank]
+        assert newest.index.ranks("rng") == [rank]
         own = tensors(run, 6)
         assert all(torch.equal(each, whole[key]) for key, each in own.items())
         assert {key for key in whole if key not in own} == {key for key in whole if f"/rank{1 - rank}/" in key}
@@ -189,7 +189,7 @@ def test_resume_from_separate_folders_at_another_world_size(demo_runs: Runs, tmp
     whole = tensors(one[0] / "run", 6)
     for ranks, each in zip(([0, 1], [2, 3]), both, strict=True):
         own = tensors(each / "run", 6)
-        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == ranks
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks("rng") == ranks
         keys = [key for key in own if not key.startswith("rng/")]  # the generators start from the seed
         assert all(torch.equal(own[key], whole[key]) for key in keys)
 
@@ -290,7 +290,10 @@ def test_two_machines_of_two_processes(tmp_path: Path) -> None:
     recipe, both = write(tmp_path, DEMO), machines(tmp_path)
     all_done(on_machines(both, "train", recipe, "--run-dir", "run", processes=2))
     for number, each in enumerate(both):
-        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks == [2 * number, 2 * number + 1]
+        assert Checkpoint.read(each / "run" / "checkpoints" / "step-6").index.ranks("rng") == [
+            2 * number,
+            2 * number + 1,
+        ]
     straight = [tensors(each / "run", 6) for each in both]
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scantling.trainer.training.trained_run import evaluate_run, load_run
-from tests.runs import WIDE, forget, on_machines, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
 from tests.trainer.training import poisoned, small_memory
 
 pytestmark = pytest.mark.dist
@@ -197,26 +197,6 @@ def test_rank_and_tensor_of_a_nan_are_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "step 3, rank 0: the gradient of model.layers.1.mlp.up_proj.weight (1 of" in done.stderr
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
-
-
-def test_replica_over_machines_without_shared_folder_is_refused(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", recipe_of("dense adamw", tmp_path, shard=2))
-    machines = [tmp_path / name for name in ("first", "second")]
-    for machine in machines:
-        machine.mkdir()
-    ended = on_machines(machines, "train", path, "--run-dir", "run")
-    assert [each.code for each in ended] == [2, 2]
-    assert "rank 0 on" in ended[0].err
-    assert "share one replica and see different run directories" in ended[0].err
-    # whole replicas on each machine: both folders are complete
-    recipe = recipe_of("dense sign demo", tmp_path, shard=2, replicate=2)
-    ended = on_machines(machines, "train", write_recipe(path, recipe), "--run-dir", "run", processes=2)
-    assert [each.code for each in ended] == [0, 0, 0, 0], ended[0].err
-    one, other = (saved_tensors(machine / "run", prefix="model/") for machine in machines)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[key]) for key, value in one.items())
-    ended = on_machines(machines, "train", "run", "--resume", "--set", "train.steps=8", processes=2)
-    assert [each.code for each in ended] == [0, 0, 0, 0], ended[0].err
 
 
 def test_model_without_blocks_is_refused(tmp_path: Path) -> None:

@@ -56,13 +56,29 @@ class Task(Generic[Result]):
         except BaseException as error:
             self._future.set_exception(error)
 
-    def result(self, tensors: Callable[[Result], Iterable[Tensor]]) -> Result:
+    @property
+    def is_done(self) -> bool:
+        """True if `result` does not wait."""
+        return self._future.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the task is done and `result` raises its error."""
+        return self._future.done() and self._future.exception() is not None
+
+    def result(
+        self, tensors: Callable[[Result], Iterable[Tensor]] = lambda _: (), *, timeout_s: float | None = None
+    ) -> Result:
         """Return the result of the task, or raise its error.
 
         Args:
             tensors: yields the tensors of the result, which the current stream uses next.
+            timeout_s: longest time to wait in seconds; None for no limit.
+
+        Raises:
+            TimeoutError: the task takes longer.
         """
-        found = self._future.result()
+        found = self._future.result(timeout_s)
         # The current stream waits, not the host.
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -79,9 +95,9 @@ Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
 class Background:
     """Background thread. It ends after its tasks once this object is collected, or with the process within `WAIT_S`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "scantling-exchange") -> None:
         self._tasks: Tasks = queue.SimpleQueue()
-        thread = threading.Thread(target=_run, args=(self._tasks,), name="scantling-exchange", daemon=True)
+        thread = threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True)
         # Before the start: the thread removes itself when it ends.
         _running[thread] = self._tasks
         atexit.unregister(_end_all)

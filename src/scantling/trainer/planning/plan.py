@@ -2,7 +2,7 @@
 
 An unknown value is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
-    peak = base + weights + optimizer state + residuals of the exchange + working + allocator
+    peak = base + weights + optimizer state + residuals of the exchange + copy for checkpoints + working + allocator
     working = max(forward and backward pass, gradients + optimizer temporaries)
 
 The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
@@ -57,6 +57,8 @@ class Plan:
         peak_memory_bytes: peak memory of the run.
         wire_bytes: bytes that one rank sends per step.
         residual_bytes: state of the momentum exchange.
+        staged_bytes: copy in CPU memory from which checkpoints are written in the background; no part of the peak on a
+            GPU.
         device: "cpu" or "cuda", the device that is planned for.
         flops_per_step: forward and backward over all ranks, including activation recomputation; `flops_per_token` is
             the same per token.
@@ -84,6 +86,7 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     residual_bytes: int = 0
+    staged_bytes: int | None = 0
     device: str = "cpu"
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -115,6 +118,7 @@ class Plan:
             ("", "gradients", format_bytes(self.gradient_bytes)),
             ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
             *([("", "residuals of the exchange", format_bytes(self.residual_bytes))] if self.residual_bytes else []),
+            *([("", "copy for checkpoints (CPU)", format_bytes(self.staged_bytes))] if self.staged_bytes != 0 else []),
             ("", "activations", format_bytes(self.activation_bytes)),
             ("", "temporary", format_bytes(self.temporary_bytes)),
             ("", "kept by the allocator", format_bytes(self.allocator_bytes)),
@@ -249,6 +253,9 @@ def plan_run(run: ResolvedRun) -> Plan:
     groups = optimizer_groups(recipe, groups)
     options = recipe.optimizer_options
     state = predicted_state_bytes(recipe.optim.name, groups, **options)
+    held = None if state is None else weight_bytes + state + residuals
+    # the first process of a folder writes all of it
+    staged = held if recipe.parallel.async_checkpoint else 0
     # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
     of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **options})
     with quiet():
@@ -276,7 +283,7 @@ def plan_run(run: ResolvedRun) -> Plan:
         base_bytes=base,
         **_working_memory(
             passes,
-            held=None if state is None else base + weight_bytes + state + residuals,
+            held=None if held is None or staged is None else base + held + (0 if on_gpu else staged),
             gradient_bytes=gradient_bytes,
             of_optimizer=of_optimizer,
             on_gpu=on_gpu,
@@ -287,6 +294,7 @@ def plan_run(run: ResolvedRun) -> Plan:
         tokens_per_step=tokens,
         total_tokens=tokens * recipe.train.steps,
         residual_bytes=residuals,
+        staged_bytes=staged,
         device=run.device,
         notes=tuple(notes),
     )

@@ -3,9 +3,12 @@
 A checkpoint is a folder `step-N` with the tensor files of torch.distributed.checkpoint, `index.json` (where each
 tensor is) and `manifest.json` (step, world size, versions, all values that are not tensors, size and SHA-256 of each
 file, and a checksum of the manifest itself). It is written to `step-N.tmp` and renamed when everything is on disk, so
-a folder `step-N` is complete unless the disk damaged it, which the checksums detect. Machines without a shared file
-system each have such folders: `model/`, `optimizer/` and `tensor/` complete in each, per-rank states where those ranks
-ran.
+a folder `step-N` is complete unless the disk damaged it, which the checksums detect.
+
+Machines without a shared file system each have such folders: `model/`, `optimizer/` and `tensor/` complete in each,
+per-rank states where those ranks ran. If they share replicas, each folder has only the parts that its ranks hold. Then
+each index names all parts, and the manifest lists the files of the other folders under `elsewhere`, so that a folder is
+whole once these files are copied into it.
 
 Tensors are stored flat under plain keys, with the dtype they have: `model/<name>`, `optimizer/<parameter>/<key>`,
 `rng/rank<r>/<device>`, `tensor/<key>`, `exchange/rank<r>/<name>` of replica r. Of a sharded tensor each rank writes its
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import platform
 import re
 import secrets
@@ -30,27 +34,23 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
 from scantling.errors import RunError, UserError, first_line
 from scantling.files import fsync
-from scantling.optim.sharding import is_sharded, shard_plan
 from scantling.trainer.training.checkpoint_files import checkpoint_steps, publish, remove_checkpoint, remove_torn
 from scantling.trainer.training.checkpoint_index import (
     INDEX,
     METADATA,
     Index,
     IndexedReader,
-    RankWriter,
-    index_entries,
-    is_rank_key,
+    describe_absent,
     merge_entries,
     read_index,
     write_index,
 )
-from scantling.trainer.training.checkpoint_manifest import file_digest, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_manifest import file_digest, files_elsewhere, read_manifest, write_manifest
+from scantling.trainer.training.checkpoint_parts import Part, own_parts, write_parts
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class Checkpoint:
         Raises:
             UserError: one of the two is missing or damaged.
         """
-        return cls(path, read_manifest(path), read_index(path, allow_lost_ranks=True))
+        manifest = read_manifest(path)
+        return cls(path, manifest, read_index(path, files_elsewhere(manifest), allow_lost_ranks=True))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -111,15 +112,17 @@ def verify_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     # a folder renamed to another step would resume at the wrong step
     if re.fullmatch(r"step-[0-9]+", path.name) and path.name != f"step-{manifest['step']}":
         raise UserError(f"its manifest is that of step {manifest['step']}")
-    listed = manifest["files"]
+    elsewhere = files_elsewhere(manifest)
+    listed = manifest["files"] | {name: file.digest for name, file in elsewhere.items()}
     # with weights_only the index comes first, because it names the files with shared tensors
-    index = read_index(path, allow_lost_ranks=True) if weights_only else None
+    index = read_index(path, elsewhere, allow_lost_ranks=True) if weights_only else None
     needed = listed.keys() if index is None else {METADATA, INDEX, *index.shared_files}
     for name in listed:
-        if name in needed:
+        # files of other machines are here if they were copied
+        if name in needed and (name not in elsewhere or (path / name).exists()):
             _verify_file(path, name, listed[name])
     if index is None:
-        index = read_index(path)
+        index = read_index(path, elsewhere)
         # the two lists must be equal: each file has a checksum, and each checksum a file
         differing = {METADATA, INDEX, *index.files} ^ needed
     else:
@@ -148,7 +151,7 @@ class Checkpointer:
 
     The ranks that see one folder write one checkpoint into it: the first of them the tensors that all ranks have, and
     each rank its own. Ranks that see several folders, such as machines without a shared file system, write one
-    checkpoint into each; these belong together by the id of their save.
+    checkpoint into each; these belong together by the id of their save, and each names the parts in the others.
 
     Args:
         folder: the run's `checkpoints` folder, as this process sees it.
@@ -162,9 +165,22 @@ class Checkpointer:
         """Why `newest` skipped checkpoints."""
 
     def save(self, step: int, state: State) -> Path:
+        """Write one checkpoint and return its folder. Collectives: those of `write`.
+
+        Raises:
+            RunError: as of `write`.
+        """
+        return self.write(step, own_parts(state.tensors, self.context), state.values)
+
+    def write(self, step: int, parts: Mapping[str, Part], values: dict[str, Any]) -> Path:
         """Write one checkpoint; on return it is on all disks, and old ones beyond `keep` are removed.
 
         Collectives: gathers of the errors of each part, and of the index entries that ranks have written.
+
+        Args:
+            step: of the checkpoint.
+            parts: of `own_parts`.
+            values: everything that is not a tensor.
 
         Raises:
             RunError: a rank could not write it, for example on a full disk; earlier checkpoints are untouched.
@@ -172,14 +188,17 @@ class Checkpointer:
         context, target, aside = self.context, self.folder / f"step-{step}", self.folder / f"step-{step}.tmp"
         save_id = context.broadcast_object(secrets.token_hex(8))
         entries: dict[str, Any] = {}
+        digests: dict[str, Any] = {}
+        # parts of one tensor in several folders: each index names all of them
+        spreads = context.has_separate_folders and context.num_shards > 1
 
         def write_tensors() -> None:
-            # each part is saved once in a folder; each rank saves its own states
-            own = {key: each for key, each in state.tensors.items() if _saves(key, each, context)}
-            entries.update(_save_tensors(own, aside, context.rank))
+            entries.update(write_parts(parts, aside, context.rank))
+
+        header: dict[str, Any] = {"step": step, "world_size": context.world_size, "save": save_id}
 
         def seal() -> None:
-            _seal(aside, entries, {"step": step, "world_size": context.world_size, "save": save_id}, state.values)
+            _seal(aside, entries, header, values, digests)
 
         # 1. an empty folder, 2. tensor files of each rank, 3. index and manifest, 4. rename
         problem = context.collect_errors(_run_io(lambda: _make_empty_folder(aside)) if context.is_writer else None)
@@ -187,9 +206,15 @@ class Checkpointer:
             problem = self._run_io_everywhere(write_tensors)
         if problem is None:
             # the writer of each folder indexes the files of all ranks that see the folder
-            parts = context.all_gather_object(None if context.is_writer else entries)
+            by_rank = context.all_gather_object(entries if spreads or not context.is_writer else None)
             for rank in context.ranks_sharing(context.rank):
-                merge_entries(entries, parts[rank] or {})
+                if rank != context.rank:
+                    merge_entries(entries, by_rank[rank] or {})
+            if spreads:
+                header["elsewhere"], problem = self._gather_elsewhere(aside, target, entries, digests)
+                for other in by_rank if context.is_writer else ():
+                    merge_entries(entries, other)
+        if problem is None:
             problem = self._run_io_everywhere(seal, taking_part=context.is_writer)
         if problem is None:
             problem = context.collect_errors(
@@ -202,11 +227,47 @@ class Checkpointer:
             self._remove_old(step)
         return target
 
+    @property
+    def has_failed(self) -> bool:
+        """True if `wait` raises the error of a save in the background."""
+        return False
+
+    @property
+    def is_writing(self) -> bool:
+        """True if `wait` waits for a save in the background."""
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once: nothing is saved in the background."""
+
     def _run_io_everywhere(self, action: Callable[[], None], *, taking_part: bool = True) -> str | None:
         """Run a file-system action on some ranks; return the errors of all ranks as text, or None."""
         own = _run_io(action) if taking_part else None
         self.context.wait_for_all()  # large files take longer than a collective may
         return self.context.collect_errors(own)
+
+    def _gather_elsewhere(
+        self, aside: Path, target: Path, entries: Mapping[str, Any], digests: dict[str, Any]
+    ) -> tuple[list[Any], str | None]:
+        """Return the tensor files of the other folders for the manifest, and the errors of all ranks as text, or None.
+
+        Collectives: gathers.
+
+        Args:
+            aside, target: of the checkpoint.
+            entries: of the files of this folder.
+            digests: filled with those of the files of this folder.
+        """
+        context = self.context
+
+        def digest() -> None:
+            names = {chunk["file"] for entry in entries.values() for chunk in entry["chunks"]}
+            digests.update({name: file_digest(aside / name) for name in sorted(names)})
+
+        problem = self._run_io_everywhere(digest, taking_part=context.is_writer)
+        host, folder = platform.node() or "an unnamed machine", os.path.abspath(target)
+        folders = context.all_gather_object({"host": host, "folder": folder, "files": digests})
+        return [folders[rank] for rank in sorted(set(context.writers) - {context.rank})], problem
 
     def _publish(self, aside: Path, target: Path) -> None:
         publish(aside, target)
@@ -281,7 +342,7 @@ class Checkpointer:
         one = next(iter(by_writer.values()))
         missing = set(one["expected"]).difference(*(each["ranks"] for each in by_writer.values()))
         if missing and one["world_size"] == context.world_size and not weights_only:
-            names = ", ".join(f"__{rank}_0.distcp" for rank in sorted(missing))
+            names = describe_absent([f"__{rank}_0.distcp" for rank in sorted(missing)], one["absent"])
             return f"no folder has the states of all ranks: {names} missing; copy the folders of all machines"
         return None
 
@@ -300,7 +361,8 @@ def _inspect(path: Path, *, weights_only: bool) -> tuple[Checkpoint | None, dict
         "save": checkpoint.manifest["save"],
         "world_size": checkpoint.manifest["world_size"],
         "expected": sorted(map(int, checkpoint.values.get("rng") or {})),
-        "ranks": checkpoint.index.ranks,
+        "ranks": checkpoint.index.ranks("rng"),
+        "absent": checkpoint.index.absent,
     }
 
 
@@ -318,7 +380,7 @@ def load_tensors(
     Raises:
         UserError: the checkpoint cannot be read, or a tensor in `into` has another shape.
     """
-    index = index or read_index(path, allow_lost_ranks=True)
+    index = index or Checkpoint.read(path).index
     target: dict[str, torch.Tensor] = {}
     for key, entry in index.entries(prefix).items():
         given = None if into is None else into.get(key)
@@ -333,6 +395,9 @@ def load_tensors(
                 load(target, storage_reader=IndexedReader(path, index), no_dist=True)
             except CheckpointException as error:
                 _raise_interrupt(error)
+                for inner, _ in error.failures.values():
+                    if isinstance(inner, UserError):
+                        raise inner from None
                 problem = "; ".join(sorted({first_line(inner[0]) for inner in error.failures.values()}))
                 raise UserError(f"the tensors of checkpoint {path} cannot be read: {problem}") from None
     return target
@@ -342,10 +407,6 @@ def _run_io(action: Callable[[], None]) -> str | None:
     """Run a file-system action; return its error as text, or None."""
     try:
         action()
-    # DCP collects the errors of a write by rank; keep each text once
-    except CheckpointException as error:
-        _raise_interrupt(error)
-        return "; ".join(sorted({_describe_io_error(inner[0]) for inner in error.failures.values()}))
     except (OSError, RuntimeError) as error:
         return _describe_io_error(error)
     return None
@@ -378,43 +439,18 @@ def _make_empty_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # it still exists if it holds files of other programs
 
 
-def _saves(key: str, tensor: torch.Tensor, context: DistContext) -> bool:
-    """Return True if this rank is the first with this tensor, or part of a tensor, among those that see its folder."""
-    ranks = context.ranks_sharing(context.writers[context.rank] if context.writers else 0)
-    if is_rank_key(key):
-        if key.startswith("rng/"):
-            return True
-        ranks = [rank for rank in ranks if rank // context.num_shards == context.replica]
-    if is_sharded(tensor):
-        ranks = [rank for rank in ranks if rank % context.num_shards == context.rank % context.num_shards]
-    return context.rank == ranks[0]
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, Any]:
-    """Write one rank's tensors, and return their index entries. No collective: those of DCP send pickles."""
-    parts = {key: to_local(tensor) for key, tensor in tensors.items()}
-    parts = {key: part for key, part in parts.items() if part.numel() or not is_sharded(tensors[key])}
-    if not parts:
-        return {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        entries = index_entries(save(parts, storage_writer=RankWriter(folder, rank), no_dist=True))
-    for key in parts:
-        if is_sharded(tensors[key]):  # the part lies somewhere in the whole tensor
-            entries[key]["size"] = list(tensors[key].shape)
-            entries[key]["chunks"][0]["offsets"] = list(shard_plan(tensors[key]).start)
-    return entries
-
-
-def _seal(folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write the index and the manifest of a checkpoint whose tensor files are complete."""
+def _seal(
+    folder: Path, entries: dict[str, Any], header: dict[str, Any], values: dict[str, Any], digests: Mapping[str, Any]
+) -> None:
+    """Write the index and the manifest of a checkpoint whose tensor files are complete; some digests may be known."""
     # the index first, because it names the files; the manifest with their checksums comes last
-    names = {METADATA, INDEX, *write_index(entries, folder).files}
+    elsewhere = files_elsewhere(header)
+    names = {METADATA, INDEX, *write_index(entries, folder, elsewhere).files} - elsewhere.keys()
     manifest = {
         **header,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "values": values,
-        "files": {name: file_digest(folder / name) for name in sorted(names)},
+        "files": {name: digests.get(name) or file_digest(folder / name) for name in sorted(names)},
     }
     write_manifest(folder, manifest)
     fsync(folder)

@@ -10,9 +10,11 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -26,20 +28,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from scantling.distributed.objects import DTYPES
 from scantling.errors import UserError
 from scantling.files import no_follow
-from scantling.numerics.torch_private import checkpoint_file_prefix, checkpoint_storage_info
+from scantling.numerics.torch_private import checkpoint_storage_info
 
 INDEX = "index.json"
 METADATA = ".metadata"
 MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
-_RANK_KEY = re.compile(r"(?:exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
+_RANK_KEY = re.compile(r"(exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
 # many programs read JSON integers as doubles, which are exact up to 2**53
 Count = Annotated[int, Field(ge=0, le=2**53)]
 _Dims = Annotated[list[Count], Field(max_length=64)]
@@ -71,6 +73,19 @@ class _Tensors(StrictModel):
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """A file that another machine has written into its own folder.
+
+    Attributes:
+        place: the machine and its folder, as text.
+        digest: size and SHA-256 of the file.
+    """
+
+    place: str
+    digest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Index:
     """A checked index.
 
@@ -78,11 +93,13 @@ class Index:
         metadata: the index in the form of torch.distributed.checkpoint.
         files: names of the files with tensors.
         shared_files: the files with a tensor that all ranks have, such as a weight.
+        absent: the files that only the folder of another machine has, with the name of that machine and folder.
     """
 
     metadata: Metadata
     files: frozenset[str]
     shared_files: frozenset[str]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def entries(self, prefix: str) -> dict[str, TensorStorageMetadata]:
         """Return the entries of the tensors whose key begins with `prefix`, by key."""
@@ -91,11 +108,41 @@ class Index:
             key: entry for key, entry in stored if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks whose own state is in the checkpoint folder."""
-        keys = self.metadata.state_dict_metadata
-        return sorted({int(match[1]) for key in keys if (match := _RANK_KEY.match(key))})
+    def ranks(self, kind: str, *, absent: bool = False) -> list[int]:
+        """Return the ranks whose own state of a kind, "rng" or "exchange", is complete in this folder.
+
+        Args:
+            kind: of the state.
+            absent: add the ranks with a state in a file that only the folder of another machine has.
+        """
+        found: dict[int, bool] = {}
+        for position, stored in self.metadata.storage_data.items():
+            if (match := _RANK_KEY.match(position.fqn)) and match[1] == kind:
+                rank = int(match[2])
+                found[rank] = found.get(rank, True) and stored.relative_path not in self.absent
+        return sorted(rank for rank, is_here in found.items() if is_here or absent)
+
+    def check_present(self, folder: Path, positions: Iterable[MetadataIndex]) -> None:
+        """Raise a UserError if tensors lie in files that only the folder of another machine has.
+
+        Args:
+            folder: the checkpoint folder.
+            positions: of the tensors, or of parts of them.
+        """
+        names = {self.metadata.storage_data[position].relative_path for position in positions}
+        if missing := sorted(names & self.absent.keys()):
+            raise UserError(
+                f"{folder} has only the parts of the tensors that this machine wrote; missing: "
+                f"{describe_absent(missing, self.absent)}. Copy these files into {folder}"
+            )
+
+
+def describe_absent(names: Iterable[str], absent: Mapping[str, str]) -> str:
+    """Return file names with the machine and the folder that have them, as text; `absent` as of `Index`."""
+    by_place: dict[str, list[str]] = {}
+    for name in names:
+        by_place.setdefault(absent.get(name, ""), []).append(name)
+    return "; ".join(f"{', '.join(each)} of {place}" if place else ", ".join(each) for place, each in by_place.items())
 
 
 def index_entries(metadata: Metadata) -> dict[str, Any]:
@@ -124,27 +171,34 @@ def index_entries(metadata: Metadata) -> dict[str, Any]:
 
 
 def merge_entries(entries: dict[str, Any], others: dict[str, Any]) -> None:
-    """Add the entries of another rank to `entries`; of a sharded tensor each rank has written a part."""
+    """Add the entries of another rank to `entries`; of a sharded tensor each rank has written a part.
+
+    Of a part that is in both, the file in `entries` stays: each folder has its own copy of what its replicas share.
+    """
     for key, entry in others.items():
         if key in entries:
-            entries[key]["chunks"] += entry["chunks"]
+            known = [chunk["offsets"] for chunk in entries[key]["chunks"]]
+            entries[key]["chunks"] += [chunk for chunk in entry["chunks"] if chunk["offsets"] not in known]
         else:
             entries[key] = entry
 
 
-def write_index(entries: dict[str, Any], folder: Path) -> Index:
+def write_index(
+    entries: dict[str, Any], folder: Path, elsewhere: Mapping[str, Elsewhere] = MappingProxyType({})
+) -> Index:
     """Write the index and `.metadata`, which other programs read, fsync both, and return the index.
 
     Args:
-        entries: of all tensors in the files of the folder, as of `index_entries`.
+        entries: of all tensors in the files of the folder, as of `index_entries`, and of those in `elsewhere`.
         folder: the checkpoint folder.
+        elsewhere: as of `read_index`.
     """
     with open(folder / INDEX, "w", encoding="utf-8", opener=no_follow) as file:
         json.dump({"tensors": entries}, file)
         file.flush()
         os.fsync(file.fileno())
     # read it back, which checks it against the files: a bad index must fail the save, not the resume
-    index = read_index(folder)
+    index = read_index(folder, elsewhere)
     # DCP's own index, for other programs; it is never read here
     metadata = index.metadata
     results = [WriteResult(position, stored.length, stored) for position, stored in metadata.storage_data.items()]
@@ -152,11 +206,14 @@ def write_index(entries: dict[str, Any], folder: Path) -> Index:
     return index
 
 
-def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
+def read_index(
+    folder: Path, elsewhere: Mapping[str, Elsewhere] = MappingProxyType({}), *, allow_lost_ranks: bool = False
+) -> Index:
     """Read and check the index of a checkpoint folder.
 
     Args:
         folder: the checkpoint folder.
+        elsewhere: files in the folders of other machines, by name; they may be copied into this one.
         allow_lost_ranks: leave out states of single ranks, such as residuals, whose file is missing or too short.
 
     Raises:
@@ -170,7 +227,7 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
         if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} has {file.stat().st_size} bytes; an index has at most {MAX_BYTES}")
         content = _Tensors.model_validate_json(file.read_bytes())
-        return _check(content, folder, allow_lost_ranks)
+        return _check(content, folder, elsewhere, allow_lost_ranks)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -179,10 +236,12 @@ def read_index(folder: Path, *, allow_lost_ranks: bool = False) -> Index:
     raise UserError(f"the index of checkpoint {folder} cannot be read: {problem}")
 
 
-def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
+def _check(content: _Tensors, folder: Path, elsewhere: Mapping[str, Elsewhere], allow_lost_ranks: bool) -> Index:
     names = {chunk.file for tensor in content.tensors.values() for chunk in tensor.chunks}
     # -1 marks a missing file, which `_check_chunk` reports
     lengths = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in names}
+    absent = {name: elsewhere[name].place for name in names & elsewhere.keys() if lengths[name] < 0}
+    lengths |= {name: elsewhere[name].digest["bytes"] for name in absent}
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     for key, tensor in content.tensors.items():
@@ -215,7 +274,7 @@ def _check(content: _Tensors, folder: Path, allow_lost_ranks: bool) -> Index:
     # a file with only per-rank keys may be missing when just the weights are loaded
     shared_files = {info.relative_path for index, info in storage.items() if not is_rank_key(index.fqn)}
     planner_data = {key: (key,) for key in entries}  # as of a flat state dict
-    return Index(Metadata(entries, planner_data, storage), frozenset(names), frozenset(shared_files))
+    return Index(Metadata(entries, planner_data, storage), frozenset(names), frozenset(shared_files), absent)
 
 
 def _check_chunk(key: str, tensor: _Tensor, chunk: _Chunk, itemsize: int, file_bytes: int) -> None:
@@ -253,29 +312,18 @@ def is_rank_key(key: str) -> bool:
     return _RANK_KEY.match(key) is not None
 
 
-class RankWriter(FileSystemWriter):
-    """A writer of one rank's tensors: their file has its rank in its name, and nothing else is written."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, sync_files=True)
-        self._prefix = checkpoint_file_prefix(f"__{rank}_")
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # the base class names files by the position of the plan, which is 0 on each rank without a group
-        return [replace(plan, storage_data=self._prefix) for plan in plans]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # keep only the file positions, for `index_entries`; the base class would write `.metadata`
-        metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
-
-
 class IndexedReader(FileSystemReader):
     """Reader of torch.distributed.checkpoint that uses `index.json` instead of its pickled index."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(folder)
-        self._metadata = index.metadata
+        self._folder, self._index, self._metadata = folder, index, index.metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        # the plan has the parts that this process needs
+        self._index.check_present(self._folder, [item.storage_index for item in plan.items])
+        return super().prepare_local_plan(plan)

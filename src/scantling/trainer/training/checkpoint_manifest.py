@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from scantling.errors import UserError
 from scantling.files import no_follow
-from scantling.trainer.training.checkpoint_index import Count, StrictModel
+from scantling.trainer.training.checkpoint_index import Count, Elsewhere, StrictModel
 
 FORMAT = 5
 MANIFEST = "manifest.json"
@@ -30,6 +30,12 @@ _Rank = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
 class _File(StrictModel):
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Folder(StrictModel):
+    host: str
+    folder: str
+    files: Annotated[dict[str, _File], Field(min_length=1)]
 
 
 class _Group(StrictModel):
@@ -78,6 +84,7 @@ class _Manifest(StrictModel):
     versions: dict[str, str]
     values: _Values
     files: Annotated[dict[str, _File], Field(min_length=1)]
+    elsewhere: list[_Folder] = Field(default_factory=list)
     checksum: str
 
 
@@ -120,6 +127,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         return _parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} has no usable {MANIFEST}: {error}") from None
+
+
+def files_elsewhere(manifest: Mapping[str, Any]) -> dict[str, Elsewhere]:
+    """Return the files of a checkpoint that other machines have written into their own folders, by name."""
+    return {
+        name: Elsewhere(f"{other['host']}, {other['folder']}", digest)
+        for other in manifest.get("elsewhere", [])
+        for name, digest in other["files"].items()
+    }
 
 
 def file_digest(path: Path) -> dict[str, Any]:
@@ -172,6 +188,9 @@ def _parse(text: str) -> dict[str, Any]:
     if checked.values.step not in (None, checked.step):
         raise ValueError(f"values.step is {checked.values.step}, and step is {checked.step}")
     ranks = {*(checked.values.exchange or {}), *(checked.values.rng or {})}
+    for folder in checked.elsewhere:
+        if both := sorted(checked.files.keys() & folder.files.keys()):
+            raise ValueError(f"{both[0]} is in files and in elsewhere")
     if unknown := [rank for rank in ranks if int(rank) >= checked.world_size]:
         raise ValueError(f"it has values of rank {unknown[0]}, and world_size is {checked.world_size}")
     return manifest

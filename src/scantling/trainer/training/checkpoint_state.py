@@ -187,14 +187,17 @@ def _rank_tensors(
     context: DistContext,
     params: Mapping[str, nn.Parameter] | None = None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the per-rank tensors of some ranks by key, without ranks whose state no folder has.
+    """Return the per-rank tensors of some ranks by key, without ranks whose state no folder has or names.
 
     With `params`, those of a sharded parameter are the part on this process.
 
-    Collectives, if ranks see several folders: gathers of the ranks that each process has and needs, and broadcasts of
-    the missing ones, except of sharded states. A machine may have other ranks in each launch.
+    Collectives: those of `run_on_all`; if ranks see several folders, gathers of the ranks that each process has and
+    needs, and broadcasts of the missing ones, except of sharded states. A machine may have other ranks in each launch.
+
+    Raises:
+        UserError: parts of a state are in files that only the folder of another machine has.
     """
-    held = checkpoint.index.ranks
+    held = checkpoint.index.ranks(kind)
     found = {rank: _one_rank(kind, checkpoint, rank, params) for rank in ranks if rank in held}
     # fetch states that only the folder of another machine has
     if context.has_separate_folders and (params is None or context.num_shards == 1):
@@ -208,6 +211,14 @@ def _rank_tensors(
                 received = broadcast_tensors(own, source)
                 if rank in ranks:
                     found[rank] = received
+
+    # parts in this folder are enough for the same shards; others raise an error that names their files
+    def read_incomplete() -> None:
+        for rank in checkpoint.index.ranks(kind, absent=True):
+            if rank in ranks and rank not in found:
+                found[rank] = _one_rank(kind, checkpoint, rank, params)
+
+    context.run_on_all(read_incomplete)
     return {rank: found[rank] for rank in ranks if rank in found}
 
 

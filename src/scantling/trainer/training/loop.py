@@ -7,6 +7,7 @@ taken and recorded again.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from scantling.comm.transport.background import WAIT_S
 from scantling.distributed.context import DistContext
-from scantling.errors import NonFiniteError, RunError, first_line
+from scantling.errors import NonFiniteError, RunError, ScantlingError, SilentPeerError, first_line
 from scantling.optim.memory import state_bytes
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State
@@ -40,6 +42,8 @@ from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.signals import StopSignal
 from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.step import Stepper, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -92,6 +96,7 @@ class Loop:
         self.step = 0
         self.tokens = 0
         self._first_phase: str | None = first_phase
+        self._saving: tuple[int, Path] | None = None
         self._earlier_joules = 0.0
 
     @property
@@ -108,12 +113,17 @@ class Loop:
         Collectives: those of the stepper, of the evaluation and of the checkpoints, on every rank in the same order.
         """
         self.model.train()
-        with StopSignal() as stop:
-            self.sink.phase("first batch")
-            while self.step < self.schedule.steps:
-                if self._run_step(stop):
-                    return Outcome(self.step, self.tokens, stopped=True)
-        return Outcome(self.step, self.tokens, stopped=False)
+        is_stopped = False
+        try:
+            with StopSignal() as stop:
+                self.sink.phase("first batch")
+                while self.step < self.schedule.steps and not is_stopped:
+                    is_stopped = self._run_step(stop)
+                self._finish_save()
+        except Exception as error:
+            self._finish_save_after(error)
+            raise
+        return Outcome(self.step, self.tokens, stopped=is_stopped)
 
     def _run_step(self, stop: StopSignal) -> bool:
         """Take one step, evaluate, record and save; True if the run stops before its end."""
@@ -127,7 +137,10 @@ class Loop:
             self.sink.phase(self._first_phase)
             self._first_phase = None
         # 2. forward, backward, exchange, update
-        result = self.stepper.step(step, batches, stop=lambda: stop.received is not None)
+        # a save that has failed ends the run on all ranks, also if others still write their files
+        result = self.stepper.step(
+            step, batches, stop=lambda: stop.received is not None or self.checkpointer.has_failed
+        )
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
         self.step, self.tokens = step, self.tokens + result.num_tokens
@@ -138,13 +151,34 @@ class Loop:
             record |= self._evaluate(self.evaluate)
         self._record(record)
         if result.stop or self.schedule.saves_after(step):
+            self._finish_save()
             self.sink.phase("writing a checkpoint")
             self.sink.sync()
-            path = self.save()
+            self._saving = step, self.save()
             self.sink.phase(None)
-            self.sink.message(f"step {step}: checkpoint {path}")
+        if not self.checkpointer.is_writing and not self.checkpointer.has_failed:
+            self._finish_save()
         # a signal in the last step changes nothing: the run is complete
         return result.stop and step < self.schedule.steps
+
+    def _finish_save(self, timeout_s: float | None = None) -> None:
+        """Wait until the last checkpoint is on all disks, and report it; arguments and errors as of `wait`."""
+        if self._saving is not None:
+            (step, path), self._saving = self._saving, None
+            if is_writing := self.checkpointer.is_writing:
+                self.sink.phase("writing a checkpoint")
+            self.checkpointer.wait(timeout_s)
+            if is_writing:
+                self.sink.phase(None)
+            self.sink.message(f"step {step}: checkpoint {path}")
+
+    def _finish_save_after(self, error: Exception) -> None:
+        """Finish the save in the background before a run ends with an error, if the other processes still answer."""
+        answer = isinstance(error, ScantlingError) and not isinstance(error, SilentPeerError)
+        try:
+            self._finish_save(None if answer or self.context.world_size == 1 else WAIT_S)
+        except Exception as failed:
+            logger.warning("the last checkpoint was not saved: %s", first_line(failed))
 
     def _set_lr(self, step: int) -> float:
         """Set the learning rate of each group, and return the largest."""
@@ -216,7 +250,7 @@ class Loop:
         return None if joules is None else joules + self._earlier_joules
 
     def save(self) -> Path:
-        """Save a checkpoint of the current state. Collectives: those of `Checkpointer.save`."""
+        """Save a checkpoint of the current state, and return its folder. Collectives: those of `Checkpointer.save`."""
         progress = State(
             values={
                 "step": self.step,
@@ -241,10 +275,10 @@ class Loop:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint, so that the next step is the one that would have come.
 
-        Collectives: those of `Stepper.rehearse`, with several processes.
+        Collectives: those of `Stepper.rehearse`, with several processes, of `run_on_all` and of the loaded states.
 
         Raises:
-            UserError: the checkpoint does not fit this run.
+            UserError: the checkpoint does not fit this run, or parts of it are on another machine.
         """
         values = checkpoint.values
         load_tensor(self.stepper.tensor, checkpoint)  # first, because it sets the shapes of the parameters
@@ -253,8 +287,12 @@ class Loop:
             self.model.train()
             self.stepper.reshape(self.batches.next_step()[-1])
         # model, optimizer and exchange in place; captured graphs have other addresses afterwards
-        load_model(self.model, checkpoint)
-        load_optimizer(self.stepper.optimizer, self.model, checkpoint)
+
+        def load() -> None:
+            load_model(self.model, checkpoint)
+            load_optimizer(self.stepper.optimizer, self.model, checkpoint)
+
+        self.context.run_on_all(load)  # each rank names the files that it misses
         load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal

@@ -19,6 +19,7 @@ from scantling.trainer.training.schedule import Schedule, warmup_steps, wsd_deca
 FREE_KEYS = {
     "name",
     "data.workers",
+    "parallel.async_checkpoint",
     "parallel.offload",
     "parallel.replicate",
     "parallel.reshard",
@@ -98,8 +99,12 @@ def _find_lost_checkpoint(folder: RunDir, checkpointer: Checkpointer) -> str | N
     folder.check_replaceable()
     last = read_metrics(folder.metrics).last if folder.metrics.exists() else {}
     step = last.get("step", 0)
-    every = folder.read_recipe().train.checkpoint_every
-    if folder.result.exists() or (every is not None and step > every):  # the record of a step precedes its checkpoint
+    recipe = folder.read_recipe()
+    every = recipe.train.checkpoint_every
+    # the record of a step precedes its checkpoint, and in the background the next save waits for the first one
+    if every is not None and recipe.parallel.async_checkpoint:
+        every *= 2
+    if folder.result.exists() or (every is not None and step > every):
         return (
             f"{folder.path} has records up to step {step} and no checkpoint, although one was saved; "
             f"bring {folder.checkpoints} back, or start again with --force"

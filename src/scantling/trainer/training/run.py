@@ -31,6 +31,7 @@ from scantling.trainer.reporting.runs import read_run
 from scantling.trainer.rss import rss_bytes
 from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
+from scantling.trainer.training.checkpoint_background import BackgroundCheckpointer
 from scantling.trainer.training.cuda_graphs import check_graph
 from scantling.trainer.training.loop import Loop, Outcome, explain_out_of_memory
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
@@ -112,7 +113,6 @@ def train(
             context = with_mesh(context, *mesh_shape, timeout_s=checked.comm.timeout)
             locked, context, resume = lock_run_dir(folder, checked, context, resume=resume, force=force)
             try:
-                _check_replica_folders(context)
                 return _train(checked, locked, context, resume=resume, sinks=sinks, progress=progress)
             except (RuntimeError, MemoryError) as error:
                 clear = explain_out_of_memory(error)
@@ -121,20 +121,6 @@ def train(
                 raise clear from None
             finally:
                 locked.unlock()
-
-
-def _check_replica_folders(context: DistContext) -> None:
-    """Raise a UserError if the processes of one replica see different run directories, so that none is complete."""
-    if context.mesh is None or not context.has_separate_folders:
-        return
-    for first in range(0, context.world_size, context.num_shards):
-        ranks = range(first, first + context.num_shards)
-        if len({context.writers[rank] for rank in ranks}) > 1:
-            raise UserError(
-                f"{', '.join(map(context.describe_rank, ranks))} share one replica and see different run directories, "
-                "in which checkpoints would be incomplete; give a --run-dir on a shared file system, or set "
-                "parallel.shard so that the processes of a machine hold whole replicas"
-            )
 
 
 def load_run_recipe(
@@ -200,7 +186,8 @@ def _train(
     report = Sinks(sinks) if context.is_rank0 else Sink()
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
-    checkpointer = Checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
+    make_checkpointer = BackgroundCheckpointer if recipe.parallel.async_checkpoint else Checkpointer
+    checkpointer = make_checkpointer(folder.checkpoints, context, keep=recipe.train.keep_checkpoints)
     start = find_start(folder, checkpointer, recipe, context, resume=resume)
     run, planned = _plan_and_prepare(run, context, report, progress if context.is_rank0 else None)
     if start.checkpoint is not None:

@@ -126,7 +126,7 @@ def _load(folder: RunDir, recipe: Recipe, context: DistContext, *, shards: bool 
     load_tensor(tensor, checkpoint)
     if meta is not None and context.mesh is not None:
         shard_run_model(meta, shard_groups(model, recipe.parallel), recipe, context)
-    load_model(model, checkpoint)
+    context.run_on_all(lambda: load_model(model, checkpoint))
     tensor.detach()
     if context.mesh is None:
         model = model.to(context.device)
