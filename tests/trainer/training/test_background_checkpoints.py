@@ -149,7 +149,7 @@ def test_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(saving, "write_manifest", fail)
     train = {"steps": last, "checkpoint_every": 2, "schedule": "constant"}
     recipe = tiny_recipe(tmp_path, train=train, parallel=ASYNC)
-    with pytest.raises(RunError, match="step 4 .*: the disk is full; the checkpoint of step 2 is intact"):
+    with pytest.raises(RunError, match=r"step 4 .*: the disk is full; the checkpoint of step 2 is intact"):
         sc.train(recipe, run_dir=tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 

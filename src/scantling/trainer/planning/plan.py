@@ -118,11 +118,7 @@ class Plan:
             ("", "gradients", format_bytes(self.gradient_bytes)),
             ("", "optimizer state", format_bytes(self.optimizer_state_bytes)),
             *([("", "residuals of the exchange", format_bytes(self.residual_bytes))] if self.residual_bytes else []),
-            *(
-                [("", "copy for checkpoints, on the CPU", format_bytes(self.staged_bytes))]
-                if self.staged_bytes != 0
-                else []
-            ),
+            *([("", "copy for checkpoints (CPU)", format_bytes(self.staged_bytes))] if self.staged_bytes != 0 else []),
             ("", "activations", format_bytes(self.activation_bytes)),
             ("", "temporary", format_bytes(self.temporary_bytes)),
             ("", "kept by the allocator", format_bytes(self.allocator_bytes)),

@@ -364,8 +364,8 @@ class ParallelSection(Section):
     offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPU, and update them there; on a GPU alone."""
     async_checkpoint: bool = False
-    """Write checkpoints while training goes on, from a copy of weights and optimizer state in the memory of the CPU; also
-    without `shard`. The files are the same."""
+    """Write checkpoints while training goes on, from a copy of weights and optimizer state in CPU memory. The
+    files are the same. Needs no `shard`."""
 
     def mesh_shape(self, world_size: int) -> tuple[int, int]:
         """Return the replicas, and the processes of each, among this many processes.

@@ -21,7 +21,7 @@ class BackgroundCheckpointer(Checkpointer):
     """Saves the checkpoints of one run in a thread, one at a time.
 
     `save` copies the tensors that this rank writes to CPU memory, which it uses again in the next save. Then the thread
-    does what a `Checkpointer` does, over a process group of its own, so that the files are the same.
+    runs `Checkpointer.write` over a separate process group, so that the files are the same.
 
     Collective: a new process group.
 

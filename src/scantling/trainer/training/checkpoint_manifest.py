@@ -84,7 +84,7 @@ class _Manifest(StrictModel):
     versions: dict[str, str]
     values: _Values
     files: Annotated[dict[str, _File], Field(min_length=1)]
-    elsewhere: list[_Folder] = []
+    elsewhere: list[_Folder] = Field(default_factory=list)
     checksum: str
 
 
