@@ -193,7 +193,7 @@ def test_residual_missing_on_one_rank_counts_as_zeros(tmp_path: Path, monkeypatc
         path=tmp_path,
         manifest={"world_size": 2},
         values=values,
-        index=SimpleNamespace(ranks=[0, 1]),
+        index=SimpleNamespace(ranks=lambda kind, absent=False: [0, 1]),
         load_tensors=lambda prefix, _=None: kept[prefix],
     )
     found: dict[str, Any] = {}

@@ -111,16 +111,18 @@ class Index:
     def ranks(self, kind: str, *, absent: bool = False) -> list[int]:
         """Return the ranks whose own state of a kind, "rng" or "exchange", is complete in this folder.
 
+        A rank whose exchange has no tensors yet has an empty state, in the folder of its random generators.
+
         Args:
             kind: of the state.
             absent: add the ranks with a state in a file that only the folder of another machine has.
         """
-        found: dict[int, bool] = {}
+        by_kind: dict[str, dict[int, bool]] = {"rng": {}, kind: {}}
         for position, stored in self.metadata.storage_data.items():
-            if (match := _RANK_KEY.match(position.fqn)) and match[1] == kind:
-                rank = int(match[2])
+            if (match := _RANK_KEY.match(position.fqn)) and match[1] in by_kind:
+                found, rank = by_kind[match[1]], int(match[2])
                 found[rank] = found.get(rank, True) and stored.relative_path not in self.absent
-        return sorted(rank for rank, is_here in found.items() if is_here or absent)
+        return sorted(rank for rank, is_here in (by_kind["rng"] | by_kind[kind]).items() if is_here or absent)
 
     def check_present(self, folder: Path, positions: Iterable[MetadataIndex]) -> None:
         """Raise a UserError if tensors lie in files that only the folder of another machine has.

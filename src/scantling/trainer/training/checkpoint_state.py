@@ -191,8 +191,9 @@ def _rank_tensors(
 
     With `params`, those of a sharded parameter are the part on this process.
 
-    Collectives: those of `run_on_all`; if ranks see several folders, gathers of the ranks that each process has and
-    needs, and broadcasts of the missing ones, except of sharded states. A machine may have other ranks in each launch.
+    Collectives, if ranks see several folders: gathers of the ranks that each process has and needs, and broadcasts of
+    the missing ones, except of sharded states. A machine may have other ranks in each launch. If the checkpoint has
+    files in several folders: those of `run_on_all`.
 
     Raises:
         UserError: parts of a state are in files that only the folder of another machine has.
@@ -218,7 +219,9 @@ def _rank_tensors(
             if rank in ranks and rank not in found:
                 found[rank] = _one_rank(kind, checkpoint, rank, params)
 
-    context.run_on_all(read_incomplete)
+    # all folders of one save have files elsewhere, or none
+    if checkpoint.manifest.get("elsewhere"):
+        context.run_on_all(read_incomplete)
     return {rank: found[rank] for rank in ranks if rank in found}
 
 
