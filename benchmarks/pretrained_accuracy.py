@@ -18,8 +18,8 @@ that occur in the texts are kept, since no other row is ever read.
 The learning rate of each contender is the best of at least three on the dev set of Banking77, with seed 0; it has a
 worse neighbor on both sides. Contenders that differ from another one in their size, start or loss alone take its rate,
 and CLINC150 takes the rates of Banking77. Each run is one line of benchmarks/results/pretrained-accuracy.jsonl.
-Training is under bf16 autocast, but in fp32 on a CPU without instructions for bf16. On a GPU a step is one CUDA graph,
-and several runs train at the same time, each on its own stream.
+Training is in fp32 on a CPU and under bf16 autocast on a GPU, where a step is one CUDA graph and several runs train at
+the same time, each on its own stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.errors import UserError
-from scantling.numerics.device import has_fast_matmul
 from scantling.tensor.report import LayerReport
 
 FOLDER = ROOT / "build" / "pretrained"
@@ -288,9 +287,9 @@ class Run:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass: bf16, or nothing on a CPU without instructions for it."""
+        """Return the context of a forward pass: bf16 on a GPU, nothing on a CPU."""
         device = self.order.device
-        if not has_fast_matmul("bf16", device):
+        if device.type == "cpu":
             return nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
