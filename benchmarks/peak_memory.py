@@ -9,7 +9,8 @@ the whole peak; `error_above_base` leaves out the memory that the process held b
 that a record has too (weights, gradients, optimizer state, bytes sent) are compared one by one.
 
 `sharded` is a Llama of 60 million parameters, sharded over 1, 2 and 4 processes. `24gb` is
-recipes/finetune-8b-24gb.yaml with the sizes of a model of 1/32 of its parameters and 512 tokens of 2,048.
+recipes/finetune-8b-24gb.yaml with the sizes of a model of 1/32 of its parameters and 512 tokens of 2,048, once with
+random weights, all of which a run on a CPU holds in fp32 before it rounds them, and once with stored weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ import yaml
 from dated import dated, write
 
 ROOT = Path(__file__).parents[1]
+STORED = "stored"
+"""In place of a model folder that is written before the run."""
 LINES = ("weight_bytes", "gradient_bytes", "optimizer_state_bytes", "wire_bytes")
 
 
@@ -58,19 +63,30 @@ def sharded(shards: int) -> dict[str, Any]:
     return {**case, "name": f"{case['name']}-shard-{shards}", "parallel": {"shard": shards}}
 
 
-def part_of_8b() -> dict[str, Any]:
+def part_of_8b(stored: bool) -> dict[str, Any]:
     case: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / "finetune-8b-24gb.yaml").read_text())
     sizes = {"vocab_size": 16032, "hidden_size": 768, "intermediate_size": 2432, "num_attention_heads": 12}
     case["model"]["overrides"] |= {**sizes, "num_key_value_heads": 4}
     case["data"] |= {"seq_len": 512, "max_bytes": 2_000_000}
     case["train"] |= {"steps": 2, "eval_samples": 2, "loss_chunk": 128, "device": "cpu"}
-    return {**case, "name": "finetune-8b-24gb-1-32"}
+    if stored:
+        case["model"] = {"hf": STORED, "overrides": case["model"]["overrides"]}
+    return {**case, "name": f"finetune-8b-24gb-1-32-{'stored' if stored else 'random'}"}
+
+
+def save_model(overrides: dict[str, Any], folder: Path) -> None:
+    """Write a Llama with random weights in bf16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**overrides, max_position_embeddings=2048)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 GROUPS = {
     "one": CASES,
     "sharded": [sharded(shards) for shards in (1, 2, 4)],
-    "24gb": [part_of_8b()],
+    "24gb": [part_of_8b(stored=False), part_of_8b(stored=True)],
 }
 
 
@@ -82,6 +98,12 @@ def run(case: dict[str, Any], tuned: bool) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as folder:
         path, run_dir = Path(folder) / "recipe.yaml", Path(folder) / "run"
+        if case["model"].get("hf") == STORED:
+            # in its own process, because a process never gives back all memory of a model
+            model = {"hf": str(Path(folder) / "model")}
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                pool.submit(save_model, case["model"]["overrides"], Path(model["hf"])).result()
+            case = {**case, "model": model}
         path.write_text(yaml.safe_dump(case))
         command = [sys.executable, "-m", *launcher, "scantling", "train", str(path), "--run-dir", str(run_dir)]
         done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)

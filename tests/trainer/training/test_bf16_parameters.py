@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
 from scantling.errors import RecipeError
+from scantling.trainer.training import build
 from scantling.trainer.training.step import total_norm
 from scantling.trainer.training.trained_run import evaluate_run, export_hf, load_run
 from tests.runs import records, saved_tensors, scantling, tiny_recipe, write_recipe
@@ -45,6 +47,38 @@ def test_matrices_are_bf16_and_the_loss_is_that_of_fp32(tmp_path: Path) -> None:
             assert record[key] == planned[key]
     assert planned["weight_bytes"] < 0.51 * json.loads((tmp_path / "fp32" / "plan.json").read_text())["weight_bytes"]
     assert evaluate_run(tmp_path / "bf16")["eval_loss"] == pytest.approx(runs["bf16"].metrics["eval_loss"], rel=1e-6)
+
+
+def test_stored_weights_are_never_all_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stores bf16 reads weights one by one; drawn weights need all of the model in fp32 first."""
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    recipe = build_recipe(tmp_path) | {"model": {"hf": str(tmp_path / "model")}}
+    sc.train(recipe, run_dir=tmp_path / "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "reads_one_by_one", lambda *_: False)
+        sc.train(recipe, run_dir=tmp_path / "whole")
+    parts, whole = (saved_tensors(tmp_path / name) for name in ("parts", "whole"))
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[key], whole[key]) for key in parts)
+    monkeypatch.setattr(build, "build_run_model", pytest.fail)
+    sc.train(recipe, run_dir=tmp_path / "not whole")
+    assert sc.plan(recipe).building_bytes == 0
+
+
+def test_weights_in_fp32_before_they_are_rounded_count_as_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # the allocator keeps nothing
+    optim = {"momentum": "int4", "release_gradients": True}
+    recipe = build_recipe(tmp_path, optim=optim, train={"batch_size": 1, "clip": None})
+    sizes = ["model.overrides.hidden_size=512", "model.overrides.num_hidden_layers=16", "data.seq_len=8"]
+    planned = sc.plan(recipe, settings=sizes)
+    assert planned.building_bytes == 4 * planned.num_parameters
+    assert planned.peak_memory_bytes == planned.base_bytes + planned.building_bytes
+    assert planned.rebase(0).peak_memory_bytes == planned.building_bytes
+    assert "weights before rounding" in str(planned)
+    assert sc.plan(recipe, settings=sizes, device="cuda").building_bytes == 0
 
 
 def test_steps_below_the_last_bit_are_not_lost(tmp_path: Path) -> None:

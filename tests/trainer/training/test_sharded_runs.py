@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,29 @@ def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MATRIX]
 )
-def test_sharded_run_equals_unsharded_and_resumes_bitwise(name: str, tmp_path: Path) -> None:
+def test_sharded_run_equals_unsharded_and_resumes_bitwise(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The properties are written into benchmarks/results by benchmarks/sharded_matrix.py."""
     replicas, shards = MATRIX[name]
     whole = run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
     sharded = run(recipe_of(name, tmp_path, shard=shards), tmp_path, "sharded", replicas * shards)
-    for one, other in zip(records(whole), records(sharded), strict=True):
+    pairs = list(zip(records(whole), records(sharded), strict=True))
+    for key in ("loss", "grad_norm"):
+        record_property(key, max(abs(other[key] / one[key] - 1) for one, other in pairs))
+    record_property("mesh", f"{replicas} x {shards}")
+    for one, other in pairs:
         assert other["loss"] == pytest.approx(one["loss"], abs=ROUGH.get(name.split()[0], 2e-5) * one["step"])
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
         if "tensor" not in name and "target" not in name:  # TT layers stay whole
             assert other["weight_bytes"] < 0.9 * one["weight_bytes"]
             assert other["optimizer_state_bytes"] < 0.9 * one["optimizer_state_bytes"]
     saved = saved_tensors(sharded, prefix="model/")
-    assert {key: value.shape for key, value in saved.items()} == {
-        key: value.shape for key, value in saved_tensors(whole, prefix="model/").items()
-    }
+    ended = saved_tensors(whole, prefix="model/")
+    assert {key: value.shape for key, value in saved.items()} == {key: value.shape for key, value in ended.items()}
+    record_property(
+        "weights", max(float((value.float() - ended[key].float()).abs().max()) for key, value in saved.items())
+    )
     # a run that stopped in the middle ends with the same bits
     broken = tmp_path / "broken"
     shutil.copytree(sharded, broken)
@@ -116,7 +126,9 @@ def test_sharded_run_equals_unsharded_and_resumes_bitwise(name: str, tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     straight, resumed = saved_tensors(sharded), saved_tensors(broken)
     assert straight.keys() == resumed.keys()
-    assert [key for key, value in straight.items() if not torch.equal(value, resumed[key])] == []
+    changed = [key for key, value in straight.items() if not torch.equal(value, resumed[key])]
+    record_property("tensors changed by resume", len(changed))
+    assert changed == []
     # the shards are read by one process
     assert evaluate_run(sharded)["eval_loss"] == pytest.approx(records(sharded)[-1]["eval_loss"], rel=1e-4)
     assert load_run(sharded).step == 8

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence, Set
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from scantling.torchrun_env import local_world_size_from_env
+from scantling.trainer.planning.machine import host_memory
 from scantling.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -31,6 +34,38 @@ def allocator_bytes(working_bytes: int) -> int:
     if any(name in os.environ for name in _TUNED):
         return 0
     return min(working_bytes, 100 * MIB) + working_bytes // 10
+
+
+def building_bytes(recipe: Recipe, parameters: Sequence[torch.Tensor], world_size: int) -> int:
+    """Return the bytes of all weights in fp32 that a CPU process holds before they are rounded to bf16.
+
+    The result is 0 for weights that are stored in fp32, and for values that are read or drawn one by one.
+
+    Args:
+        recipe: of the run.
+        parameters: of the whole model.
+        world_size: number of processes.
+    """
+    if recipe.precision.parameters != "bf16":
+        return 0
+    size = 4 * sum(param.numel() for param in parameters)
+    _, shards = recipe.parallel.mesh_shape(world_size)
+    machine = host_memory()
+    exceeds = machine is not None and size * replicas_here(shards) > machine.available
+    return 0 if exceeds or reads_one_by_one(recipe, shards) else size
+
+
+def reads_one_by_one(recipe: Recipe, shards: int) -> bool:
+    """True if stored weights are read one by one, so that a sharded or a bf16 run never holds all of them in fp32."""
+    from scantling.trainer.models.build import reads_weights
+
+    needed = shards > 1 or recipe.precision.parameters == "bf16"
+    return needed and recipe.tensor is None and reads_weights(recipe.model)
+
+
+def replicas_here(shards: int) -> int:
+    """Return the number of replicas whose first process may run on this machine."""
+    return math.ceil(local_world_size_from_env() / shards)
 
 
 def frees_gradients(recipe: Recipe, *, world_size: int = 1) -> bool:

@@ -2,7 +2,8 @@
 
 An unknown value is None, with a note that says why; nothing is guessed. All bytes are per rank.
 
-    peak = base + weights + optimizer state + residuals of the exchange + copy for checkpoints + working + allocator
+    peak = max(base + building, base + held + working + allocator)
+    held = weights + optimizer state + residuals of the exchange + copy for checkpoints
     working = max(forward and backward pass, gradients + optimizer temporaries)
 
 The passes are traced with one micro-batch that uses no memory. Gradients are allocated while activations are freed,
@@ -10,6 +11,8 @@ so the peak of the passes is less than the sum of both. If gradients exist befor
 micro-batch or because the buckets of the exchange hold them, they are added. If the optimizer steps each
 parameter within the pass and frees its gradient, so does the trace, and the temporaries of the update count as part
 of the pass.
+
+`building` is the memory of a model in fp32 whose weights are rounded to bf16 when all of them are there, on a CPU.
 
 `base` is the memory of a CPU process with the libraries loaded, measured in this process. On a GPU it is 0, because
 only allocated memory counts.
@@ -54,11 +57,12 @@ class Plan:
         temporary_bytes: memory of the passes or the update in addition to the larger of activations and gradients.
         base_bytes: memory of the process before it builds a model.
         allocator_bytes: freed blocks that the allocator keeps, on a CPU.
-        peak_memory_bytes: peak memory of the run.
+        peak_memory_bytes: peak memory of the run: of a step, or of building the model.
         wire_bytes: bytes that one rank sends per step.
         residual_bytes: state of the momentum exchange.
         staged_bytes: copy in CPU memory from which checkpoints are written in the background; no part of the peak on a
             GPU.
+        building_bytes: weights in fp32 before they are rounded to bf16, if all are held at a time; 0 on a GPU.
         device: "cpu" or "cuda", the device that is planned for.
         flops_per_step: forward and backward over all ranks, including activation recomputation; `flops_per_token` is
             the same per token.
@@ -87,6 +91,7 @@ class Plan:
     total_tokens: int
     residual_bytes: int = 0
     staged_bytes: int | None = 0
+    building_bytes: int = 0
     device: str = "cpu"
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -99,7 +104,7 @@ class Plan:
         if self.device == "cuda":
             return self
         peak = self.peak_memory_bytes
-        # `base` is a summand of the peak
+        # `base` is a summand of both peaks
         peak = None if peak is None else peak - self.base_bytes + base_bytes
         return dataclasses.replace(self, base_bytes=base_bytes, peak_memory_bytes=peak)
 
@@ -123,6 +128,7 @@ class Plan:
             ("", "temporary", format_bytes(self.temporary_bytes)),
             ("", "kept by the allocator", format_bytes(self.allocator_bytes)),
             ("", "process before the model", format_bytes(self.base_bytes)),
+            *([("", "or weights before rounding", format_bytes(self.building_bytes))] if self.building_bytes else []),
             ("", "peak", format_bytes(self.peak_memory_bytes)),
             ("network", "sent per step and rank", format_bytes(self.wire_bytes)),
             ("compute", "FLOPs per step", format_number(self.flops_per_step)),
@@ -216,7 +222,13 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.trainer.models.build import quiet
     from scantling.trainer.models.checkpointing import checkpoint_activations
     from scantling.trainer.models.sharding import gradient_ratio, shard_groups
-    from scantling.trainer.planning.memory import frees_gradients, gathered_bytes, held_gradient_bytes, local_groups
+    from scantling.trainer.planning.memory import (
+        building_bytes,
+        frees_gradients,
+        gathered_bytes,
+        held_gradient_bytes,
+        local_groups,
+    )
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
     from scantling.trainer.rss import rss_bytes
@@ -267,6 +279,7 @@ def plan_run(run: ResolvedRun) -> Plan:
             held=gradient_bytes if shards > 1 else None,
         )
     notes += _memory_notes(run, passes, released=released, state=state)
+    building = 0 if on_gpu else building_bytes(recipe, parameters, world_size)
     tokens = run.tokens_per_step
     flops = _step_flops(passes)
     return Plan(
@@ -283,7 +296,9 @@ def plan_run(run: ResolvedRun) -> Plan:
         base_bytes=base,
         **_working_memory(
             passes,
-            held=None if held is None or staged is None else base + held + (0 if on_gpu else staged),
+            base=base,
+            held=None if held is None or staged is None else held + (0 if on_gpu else staged),
+            building=building,
             gradient_bytes=gradient_bytes,
             of_optimizer=of_optimizer,
             on_gpu=on_gpu,
@@ -295,6 +310,7 @@ def plan_run(run: ResolvedRun) -> Plan:
         total_tokens=tokens * recipe.train.steps,
         residual_bytes=residuals,
         staged_bytes=staged,
+        building_bytes=building,
         device=run.device,
         notes=tuple(notes),
     )
@@ -417,7 +433,14 @@ def _traffic(
 
 
 def _working_memory(
-    passes: Passes, *, held: int | None, gradient_bytes: int, of_optimizer: int, on_gpu: bool
+    passes: Passes,
+    *,
+    base: int,
+    held: int | None,
+    building: int,
+    gradient_bytes: int,
+    of_optimizer: int,
+    on_gpu: bool,
 ) -> dict[str, int | None]:
     """Return temporary memory of a step, memory the allocator keeps, and the peak; None for unknown values."""
     from scantling.trainer.planning.memory import allocator_bytes
@@ -430,7 +453,7 @@ def _working_memory(
     return {
         "temporary_bytes": working - max(passes.activation_bytes or 0, gradient_bytes),
         "allocator_bytes": kept,
-        "peak_memory_bytes": None if held is None else held + working + kept,
+        "peak_memory_bytes": None if held is None else base + max(building, held + working + kept),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from scantling.numerics.device import warn_if_slow_matmul
 from scantling.optim.registry import build_optimizer
 from scantling.precision.matmul import check_device
 from scantling.tensor.report import without_warnings
-from scantling.torchrun_env import local_world_size_from_env
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.block_parts import checkpoint_in_parts
@@ -47,7 +45,7 @@ from scantling.trainer.models.sharding import (
 )
 from scantling.trainer.models.values import MetaModel, Read, drawn_values
 from scantling.trainer.planning.machine import host_memory
-from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes
+from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes, reads_one_by_one, replicas_here
 from scantling.trainer.planning.momentum import optimizer_groups
 from scantling.trainer.planning.plan import planned_model
 from scantling.trainer.planning.resolve import ResolvedRun
@@ -264,10 +262,11 @@ def _probe_run_model(run: ResolvedRun, model: Any) -> None:
 def build_meta_model(run: ResolvedRun, context: DistContext) -> MetaModel | None:
     """Return the model of a run on the meta device; None if the process builds it as a whole by `build_run_model`.
 
-    A sharded model gets its values from the first process of each replica. This reads stored weights one by one, and
-    builds a model with random weights or TT layers as a whole on its CPU. If the machine has too little memory for
-    that, each weight is drawn with a seed of its own; else the values are those of an unsharded run. Buffers have their
-    values already, and so have whole parameters of a sharded model, and all of another one.
+    A sharded model gets its values from the first process of each replica. This reads stored weights one by one, as
+    does a process that rounds them to bf16, and builds a model with random weights or TT layers as a whole on its CPU.
+    If the machine has too little memory for that, each weight is drawn with a seed of its own; else the values are
+    those of an unsharded run. Buffers have their values already, and so have whole parameters of a sharded model, and
+    all of another one.
 
     Collectives: gathers; for a sharded model also `wait_for_all`, `run_on_all`, and a broadcast within the replica for
     each tensor.
@@ -290,11 +289,10 @@ def _values_one_by_one(run: ResolvedRun, context: DistContext) -> MetaModel | No
     recipe, machine = run.recipe, host_memory()
     dense = replace(run, recipe=recipe.model_copy(update={"tensor": None}))
     model, is_stored = planned_model(dense, [], buffers=True), reads_weights(recipe.model)
-    # in fp32, and for each replica on this machine
-    needed = 4 * sum(param.numel() for param in model.parameters())
-    needed *= math.ceil(local_world_size_from_env() / context.num_shards)
+    # in fp32
+    needed = 4 * sum(param.numel() for param in model.parameters()) * replicas_here(context.num_shards)
     exceeds = any(context.all_gather_object(machine is not None and needed > machine.available))
-    if not exceeds and (context.mesh is None or not is_stored):
+    if not exceeds and not reads_one_by_one(recipe, context.num_shards):
         return None
     read: Read | None = None
 
