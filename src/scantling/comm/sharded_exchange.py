@@ -135,7 +135,10 @@ class ShardedExchange(GradientExchange):
             with name_silent_ranks(group):
                 dist.all_reduce(flat, group=group)
             *sums, found = torch.split(flat, [*(param.numel() for param in params), len(params)])
-            for param, total, has_grad in zip(params, sums, found.tolist(), strict=True):
+            # read only if a gradient is missing here, because the CPU would wait for the GPU
+            is_missing = any(param.grad is None for param in params)
+            has_grads = found.tolist() if is_missing else [True] * len(params)
+            for param, total, has_grad in zip(params, sums, has_grads, strict=True):
                 param.grad = (total / count).view_as(param) if has_grad else None
 
     def bad_parameters(self) -> list[str]:
