@@ -134,7 +134,7 @@ def anchors_of_shards() -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(net, optimizer, 0, range(3, 4))
     assert optimizer.steps == 4
-    assert not any(anchor.requires_grad for anchor in optimizer._anchors)
+    assert not any(anchor.requires_grad for anchor in optimizer.anchors)
 
 
 def replicas_of_shards() -> None:

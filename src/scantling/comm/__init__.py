@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scantling.comm.demo_exchange import DemoExchange
     from scantling.comm.exchange import MomentumExchange
     from scantling.comm.gradient_exchange import GradientExchange, NoExchange
+    from scantling.comm.local_exchange import LocalStepsExchange
     from scantling.comm.local_steps import LocalSteps, diloco, sparseloco
     from scantling.comm.residuals import merge_local_states
     from scantling.comm.sharded_exchange import ShardedExchange, sharded_wire_bytes
@@ -28,6 +29,7 @@ _HOMES = {
     "DemoExchange": "demo_exchange",
     "GradientExchange": "gradient_exchange",
     "LocalSteps": "local_steps",
+    "LocalStepsExchange": "local_exchange",
     "MomentumExchange": "exchange",
     "NoExchange": "gradient_exchange",
     "ShardedExchange": "sharded_exchange",
@@ -49,6 +51,7 @@ __all__ = [
     "DemoExchange",
     "GradientExchange",
     "LocalSteps",
+    "LocalStepsExchange",
     "MomentumExchange",
     "NoExchange",
     "ShardedExchange",

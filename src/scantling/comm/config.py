@@ -147,6 +147,8 @@ class ExchangeOptions(TypedDict, total=False):
 
 
 OPTIONS = {each.name: each for each in fields(ExchangeConfig)}
+SELECTION_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
+"""Options that have an effect only if a part of the components is selected."""
 GROUP_OPTIONS = tuple(name for name, each in OPTIONS.items() if each.metadata.get("per_group"))
 TYPES: dict[str, Any] = get_type_hints(ExchangeConfig)
 

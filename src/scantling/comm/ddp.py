@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scantling.comm.gradient_exchange import GradientExchange
@@ -128,6 +128,16 @@ def _average(
 
 
 @torch.no_grad()
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that `average_buffers` averages by name, on this process."""
+    return {
+        f"{path}.{name}" if path else name: to_local(value)
+        for path, module in model.named_modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name not in non_persistent_buffers(module) and value.is_floating_point()
+    }
+
+
 def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     """Replace the buffers of all replicas by their mean, such as the running statistics of batch normalization.
 
@@ -145,12 +155,7 @@ def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     """
     replicas = as_replica_group(process_group)
     replicas.reset_wire_bytes()
-    buffers = [
-        to_local(value)
-        for module in model.modules()
-        for name, value in module.named_buffers(recurse=False)
-        if name not in non_persistent_buffers(module) and value.is_floating_point()
-    ]
+    buffers = [*averaged_buffers(model).values()]
     if not buffers:
         return 0
     # Not in bf16 or fp16: a sum of counts would stall at 256 or 2048 replicas, and sums of values round as much.

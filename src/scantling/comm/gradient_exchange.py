@@ -23,6 +23,7 @@ class GradientExchange:
             the exchange of the previous step.
         local_nonfinite: True if this process's own gradient of the step is NaN or Inf, and was left out.
         norm: of this process's own gradient before the exchange, if a norm after it has no meaning; else None.
+        keeps_replicas_equal: False if weights and optimizer states differ between replicas.
         needs_warm_up_pass: True if the first backward pass changes the order in which later ones are summed.
     """
 
@@ -31,6 +32,7 @@ class GradientExchange:
     nonfinite_ranks: tuple[int, ...] = ()
     local_nonfinite: bool = False
     norm: Tensor | None = None
+    keeps_replicas_equal: bool = True
     needs_warm_up_pass: ClassVar[bool] = False
 
     def describe(self) -> str | None:
@@ -47,6 +49,20 @@ class GradientExchange:
 
     def exchange(self) -> None:
         """Finish the exchange of this step. Collectives: those of the method, on every rank in the same order."""
+
+    def finish_step(self, *, last: bool) -> int:
+        """Do the part of the exchange that comes after the update; return the bytes that this process sent for it.
+
+        Collectives: those of the method.
+
+        Args:
+            last: True in the last step of a run, after which all replicas must have the same weights.
+        """
+        return 0
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which all replicas have the same weights, those of the last exchange."""
+        return nullcontext()
 
     def bad_parameters(self) -> list[str]:
         """Return names of parameters, some of whose own gradients were NaN or Inf before the exchange."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scantling.comm.config import ExchangeOptions, is_integer, is_number
+from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, is_integer, is_number
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.momentum_watch import MomentumWatch
@@ -33,44 +33,29 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_SELECTION_OPTIONS = frozenset({"decay", "topk", "chunk", "values", "residual"})
-"""Options that have an effect only with selection."""
+class OuterOptimizer:
+    """Synchronization of replicas that take local steps: the pseudo-gradients, their exchange, and the outer step.
 
-
-class LocalSteps:
-    """Optimizer that steps each replica locally and synchronizes the replicas every `sync_every` steps.
-
-    A step with NaN or Inf gradients is skipped on its replica. A parameter that is frozen between two exchanges is
-    reset to its value after the first.
-
-    Use it as an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning rate
-    schedules belong to the inner optimizer.
+    A parameter that is frozen between two exchanges is reset to its value after the first.
 
     Args:
-        inner: any optimizer of this replica's parameters; gradients must not be averaged.
-        exchange: over the same parameters, with `sync_every=1`.
+        exchange: over the parameters of the replica, with `sync_every=1`.
         sync_every: local steps H between exchanges.
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
 
     Attributes:
+        anchors: the common parameters after the last exchange, local shards in the order of the exchange.
+        outer: the SGD.
+        steps: local steps so far.
+        is_synchronized: True if no local step has been taken since the last exchange.
         wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
 
     Raises:
-        UserError: a value out of range, an exchange over other parameters or at other times, or a `TorchFTGroup`;
-            in a step, a parameter that a `RankAdapter` has sliced: it selects ranks by gradients, which differ between
-            replicas.
+        UserError: a value out of range, an exchange at other times, or a `TorchFTGroup`.
     """
 
-    _step_supports_amp_scaling = True  # a scaler skips no step: steps are counted
-
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        exchange: MomentumExchange,
-        *,
-        sync_every: int,
-        outer_lr: float,
-        outer_momentum: float = 0.0,
+        self, exchange: MomentumExchange, *, sync_every: int, outer_lr: float, outer_momentum: float = 0.0
     ) -> None:
         if not is_integer(sync_every, least=1):
             raise UserError(f"sync_every must be an integer of at least 1; given {sync_every!r}")
@@ -78,10 +63,8 @@ class LocalSteps:
             raise UserError(f"outer_lr must be above 0 and finite; given {outer_lr!r}")
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
             raise UserError(f"outer_momentum must be from 0 to below 1; given {outer_momentum!r}")
-        self.inner, self.exchange, self.sync_every = inner, exchange, sync_every
+        self.exchange, self.sync_every = exchange, sync_every
         self._params = [param for group in exchange.param_groups for param in group["params"]]
-        if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
-            raise UserError("the inner optimizer and the exchange must hold the same parameters")
         for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
             given = getattr(exchange.config, name)
             if given != usual:
@@ -94,12 +77,77 @@ class LocalSteps:
         nesterov = outer_momentum > 0.0
         self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         # p0: replicas start from the same parameters, which the exchange checks.
-        self._anchors = [to_local(param).clone() for param in self._params]
-        self.steps, self.wire_bytes = 0, 0
-        exchange.momentum_watch = MomentumWatch(
-            ()
-        )  # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
+        self.anchors = [to_local(param).clone() for param in self._params]
+        self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
+        # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
+        exchange.momentum_watch = MomentumWatch(())
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+
+    @torch.no_grad()
+    def advance(self, *, at_once: bool = False) -> bool:
+        """Count a local step, and synchronize the replicas after every H-th.
+
+        Collectives: those of `MomentumExchange.exchange` when it synchronizes; one all-gather the first time.
+
+        Args:
+            at_once: synchronize after this step too, such as after the last one of a run; on all replicas alike.
+
+        Returns:
+            True if the replicas have the same parameters now.
+
+        Raises:
+            UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
+        """
+        self.steps += 1
+        self.wire_bytes = 0
+        self.is_synchronized = at_once or self.steps % self.sync_every == 0
+        if not self.is_synchronized:
+            return False
+        for param, anchor in zip(self._params, self.anchors, strict=True):
+            part = to_local(param)
+            # d = p0 - p
+            moved = anchor - part
+            part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
+            param.grad = None
+            if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
+                param.grad = as_gradient(moved, param)
+        # D = mean of d over the replicas, in each `.grad`
+        self.exchange.exchange()
+        self.wire_bytes = self.exchange.wire_bytes
+        # p0 <- outer step with D; the parameters are p0 here.
+        self.outer.step()
+        # Pseudo-gradients must not add to the next local gradients.
+        self.outer.zero_grad()
+        for param, anchor in zip(self._params, self.anchors, strict=True):
+            anchor.copy_(to_local(param))
+        return True
+
+
+class LocalSteps(OuterOptimizer):
+    """Optimizer that steps each replica locally and synchronizes the replicas every `sync_every` steps.
+
+    A step with NaN or Inf gradients is skipped on its replica.
+
+    Use it as an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning rate
+    schedules belong to the inner optimizer.
+
+    Args:
+        inner: any optimizer of this replica's parameters; gradients must not be averaged.
+        exchange: over the same parameters, with `sync_every=1`.
+        options: of `OuterOptimizer`.
+
+    Raises:
+        UserError: as of `OuterOptimizer`, or an exchange over other parameters; in a step, a parameter that a
+            `RankAdapter` has sliced: it selects ranks by gradients, which differ between replicas.
+    """
+
+    _step_supports_amp_scaling = True  # a scaler skips no step: steps are counted
+
+    def __init__(self, inner: torch.optim.Optimizer, exchange: MomentumExchange, **options: Any) -> None:
+        self.inner = inner
+        super().__init__(exchange, **options)
+        if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
+            raise UserError("the inner optimizer and the exchange must hold the same parameters")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -120,9 +168,7 @@ class LocalSteps:
         Raises:
             UserError, NonFiniteError, PayloadError: as of `MomentumExchange.exchange`.
         """
-        if any(
-            to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self._anchors, strict=True)
-        ):
+        if any(to_local(param).shape != anchor.shape for param, anchor in zip(self._params, self.anchors, strict=True)):
             raise UserError(
                 "a parameter has another shape than when local steps began: with a RankAdapter each replica would "
                 "select ranks by its own gradients. Use sc.DeMo or sc.MomentumExchange with it"
@@ -136,27 +182,7 @@ class LocalSteps:
             self.inner.step()
         else:
             logger.warning("local step %d is skipped: a gradient of this replica is NaN or Inf", self.steps + 1)
-        self.steps += 1
-        self.wire_bytes = 0
-        if self.steps % self.sync_every:
-            return
-        for param, anchor in zip(self._params, self._anchors, strict=True):
-            part = to_local(param)
-            # d = p0 - p
-            moved = anchor - part
-            part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
-            param.grad = None
-            if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
-                param.grad = as_gradient(moved, param)
-        # D = mean of d over the replicas, in each `.grad`
-        self.exchange.exchange()
-        self.wire_bytes = self.exchange.wire_bytes
-        # p0 <- outer step with D; the parameters are p0 here.
-        self.outer.step()
-        # Pseudo-gradients must not add to the next local gradients.
-        self.outer.zero_grad()
-        for param, anchor in zip(self._params, self._anchors, strict=True):
-            anchor.copy_(to_local(param))
+        self.advance()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica."""
@@ -164,7 +190,7 @@ class LocalSteps:
             "inner": self.inner.state_dict(),
             "outer": self.outer.state_dict(),
             "exchange": self.exchange.state_dict(),
-            "anchors": [anchor.clone() for anchor in self._anchors],
+            "anchors": [anchor.clone() for anchor in self.anchors],
             "steps": self.steps,
         }
 
@@ -179,7 +205,7 @@ class LocalSteps:
         self.inner.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.exchange.load_state_dict(state_dict["exchange"])
-        for anchor, saved in zip(self._anchors, state_dict["anchors"], strict=True):
+        for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True):
             anchor.copy_(saved)
         self.steps = int(state_dict["steps"])
 
@@ -208,17 +234,12 @@ def diloco(
     Raises:
         UserError: an option that concerns selection; and as `LocalSteps`.
     """
-    if unused := sorted(_SELECTION_OPTIONS & set(options)):
+    if unused := sorted(SELECTION_OPTIONS & set(options)):
         raise UserError(
             f"diloco exchanges everything, so that {', '.join(unused)} would have no effect: leave them out, or use "
             "sparseloco; set the format by dense="
         )
-    kept = ("params", "param_names")
-    # The role "vector" sends parameters densely, whatever their shape.
-    dense_groups = [
-        {key: group[key] for key in kept if key in group} | {"role": "vector"} for group in make_groups(groups, {})
-    ]
-    exchange = MomentumExchange(dense_groups, **{"dense": "fp32", **options})
+    exchange = outer_exchange("diloco", groups, **options)
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
 
@@ -245,7 +266,23 @@ def sparseloco(
     Raises:
         UserError: as `LocalSteps` and `MomentumExchange`.
     """
-    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
-    untransformed = [{**group, "transform": "none"} for group in make_groups(groups, {})]
-    exchange = MomentumExchange(untransformed, **{**defaults, **options})
+    exchange = outer_exchange("sparseloco", groups, **options)
     return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
+
+
+def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> MomentumExchange:
+    """Return the exchange of pseudo-gradients of DiLoCo or SparseLoCo.
+
+    Args:
+        method: "diloco": everything is sent; "sparseloco": the largest elements of each block, without a transform.
+        groups: parameters, or groups of them.
+        options: of `MomentumExchange`, in place of the defaults of `diloco` and `sparseloco`.
+    """
+    given = make_groups(groups, {})
+    if method == "diloco":
+        kept = ("params", "param_names")
+        # The role "vector" sends parameters densely, whatever their shape.
+        dense = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in given]
+        return MomentumExchange(dense, **{"dense": "fp32", **options})
+    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
+    return MomentumExchange([{**group, "transform": "none"} for group in given], **{**defaults, **options})

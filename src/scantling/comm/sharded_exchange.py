@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class ShardedExchange(GradientExchange):
     ) -> None:
         self._mesh, self._between = mesh, between or NoExchange()
         self._averages_replicas = between is None
+        self.keeps_replicas_equal = self._between.keeps_replicas_equal
         self._gathers, self._gradient_ratio, self._passes = gathers, gradient_ratio, 0
         self._whole: list[nn.Parameter] = []
 
@@ -140,6 +141,14 @@ class ShardedExchange(GradientExchange):
             has_grads = found.tolist() if is_missing else [True] * len(params)
             for param, total, has_grad in zip(params, sums, has_grads, strict=True):
                 param.grad = (total / count).view_as(param) if has_grad else None
+
+    def finish_step(self, *, last: bool) -> int:
+        sent = self._between.finish_step(last=last)
+        self.wire_bytes += sent
+        return sent
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        return self._between.common_weights()
 
     def bad_parameters(self) -> list[str]:
         return self._between.bad_parameters()

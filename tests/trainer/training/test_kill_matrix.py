@@ -108,3 +108,23 @@ def test_twenty_kills_of_sharded_replicas_end_with_the_same_bits(tmp_path: Path)
     recipe["model"]["overrides"] |= WIDE
     chosen = random.Random(0)
     check_kills(tmp_path, recipe, [chosen.uniform(0.5, 4.5) for _ in range(20)], processes=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("processes", "parallel"), [(2, {}), (4, {}), (4, {"shard": 2, "replicate": 2})])
+def test_twenty_kills_in_local_steps_end_with_the_same_bits(
+    tmp_path: Path, processes: int, parallel: dict[str, int]
+) -> None:
+    """Exchanges come after every third step, checkpoints after every second one."""
+    recipe = tiny_recipe(
+        tmp_path,
+        parallel=parallel,
+        comm={"name": "local_steps", "sync_every": 3, "topk": 192, "values": "sign", "dense": "sign", "outer_lr": 1.3},
+        optim={**OPTIMIZERS["came"], "betas": [0.9, 0.95, 0.995], "momentum": "int8"},
+        train={"steps": 60, "checkpoint_every": 2, "batch_size": 8},
+    )
+    recipe["model"]["overrides"] |= WIDE
+    chosen = random.Random(processes + len(parallel))
+    check_kills(tmp_path, recipe, [chosen.uniform(0.5, 4.5) for _ in range(20)], processes=processes)

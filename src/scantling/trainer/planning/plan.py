@@ -402,34 +402,42 @@ def _traffic(
     """
     from scantling.comm import MomentumExchange, allreduce_wire_bytes, sharded_wire_bytes
     from scantling.comm.demo_exchange import exchange_groups
+    from scantling.comm.local_steps import outer_exchange
     from scantling.trainer.models.sharding import gradient_ratio, whole_parameters
 
-    is_demo = recipe.comm.name == "demo"
+    sends_all = recipe.comm.name == "allreduce"
     replicas, shards = recipe.parallel.mesh_shape(world_size)
-    sent, state = 0, 0
+    sent = 0
     if shards > 1:
         sent = sharded_wire_bytes(
             [(part.num_bytes, part.gathers) for part in parts],
             sum(p.nbytes for p in whole_parameters(model) if p.requires_grad),
             gradient_ratio=gradient_ratio(recipe),
             shards=shards,
-            replicas=1 if is_demo else replicas,
-            whole_processes=shards if is_demo else world_size,
+            replicas=replicas if sends_all else 1,
+            whole_processes=world_size if sends_all else shards,
             passes=recipe.batch_size // world_size // recipe.pass_size(world_size),
         )
-    elif not is_demo:
+    elif sends_all:
         sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)
-    if is_demo:
+    if sends_all:
+        return sent, 0
+    method, outer, options = recipe.comm.local_options
+    if recipe.comm.name == "demo":
         options = recipe.comm.demo_options
-        # meta parameters are enough, because only shapes determine the layout of the messages
-        exchanged = exchange_groups(model, options)
-        local = {name: param for group in groups for name, param in group["params"]}
-        for group in exchanged:
-            group["params"] = [(name, local[name]) for name, _ in group["params"]]
+    # meta parameters are enough, because only shapes determine the layout of the messages
+    exchanged = exchange_groups(model, options)
+    local = {name: param for group in groups for name, param in group["params"]}
+    for group in exchanged:
+        group["params"] = [(name, local[name]) for name, _ in group["params"]]
+    if recipe.comm.name == "demo":
         exchange = MomentumExchange(exchanged, **options)
-        sent += round(exchange.planned_wire_bytes_per_step(replicas))
-        state = exchange.planned_state_bytes()
-    return sent, state
+        return sent + round(exchange.planned_wire_bytes_per_step(replicas)), exchange.planned_state_bytes()
+    exchange = outer_exchange(method, exchanged, **options)
+    sent += round(exchange.planned_wire_bytes_per_step(replicas) / outer["sync_every"])
+    # the common weights, and the outer momentum
+    copies = 2 if outer["outer_momentum"] else 1
+    return sent, exchange.planned_state_bytes() + copies * sum(param.nbytes for param in local.values())
 
 
 def _working_memory(

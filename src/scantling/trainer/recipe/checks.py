@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from scantling.comm.config import SELECTION_OPTIONS
 from scantling.errors import Fault, UserError, did_you_mean, shorten
 from scantling.trainer.recipe.parsing import get_section
 from scantling.trainer.recipe.schema import (
@@ -367,14 +368,25 @@ def _check_release(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, "precision.compute: fp16")
 
 
+_USERS = dict.fromkeys(("outer_lr", "outer_momentum"), "comm.name: local_steps or diloco")
+"""Which methods have a key that not all others have."""
+
+
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (get_section(content, name) for name in ("comm", "optim", "train", "precision"))
-    if comm.get("name", "allreduce") != "demo":
+    name = comm.get("name", "allreduce")
+    if name == "allreduce":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
             if key not in of_allreduce and _changed(comm, CommSection, key):
-                yield Fault(f"comm.{key}", "has an effect with comm.name: demo alone")
+                yield Fault(f"comm.{key}", f"has an effect with {_USERS.get(key, 'comm.name: demo')} alone")
         return
+    if name in ("local_steps", "diloco"):
+        yield from _check_local_steps(content)
+    else:
+        for key in _USERS:
+            if _changed(comm, CommSection, key):
+                yield Fault(f"comm.{key}", f"has an effect with {_USERS[key]} alone")
     if _changed(comm, CommSection, "find_unused_parameters"):
         yield Fault("comm.find_unused_parameters", "has an effect with comm.name: allreduce alone")
     if comm.get("overlap") is True:
@@ -387,19 +399,34 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     every = comm.get("sync_every", 1)
-    if isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
+    if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
     if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
     if optim.get("release_gradients") is True:
         problem = "steps each parameter before its gradient could be exchanged; leave one of both out"
-        yield Fault("optim.release_gradients", problem, "comm.name: demo")
+        yield Fault("optim.release_gradients", problem, f"comm.name: {name}")
     if train.get("graph") is True:
-        yield Fault("train.graph", "cannot capture an exchange; leave one of both out", "comm.name: demo")
+        yield Fault("train.graph", "cannot capture an exchange; leave one of both out", f"comm.name: {name}")
     if precision.get("compute") == "fp16":
         problem = "changes the loss scale, which the momentum would keep; set precision.compute: bf16"
         yield Fault("comm.name", problem, "precision.compute: fp16")
+
+
+def _check_local_steps(content: Content) -> Iterator[Fault]:
+    comm, precision, tensor = (get_section(content, name) for name in ("comm", "precision", "tensor"))
+    name = comm["name"]
+    unused = ("delay", "overlap", *(SELECTION_OPTIONS if name == "diloco" else ()))
+    for key in unused:
+        if _changed(comm, CommSection, key):
+            yield Fault(f"comm.{key}", "has no effect here; leave it out", f"comm.name: {name}")
+    if tensor.get("size_target") is not None:
+        problem = "removes ranks by gradients, which differ between replicas in local steps; take another comm.name"
+        yield Fault("tensor.size_target", problem, f"comm.name: {name}")
+    if precision.get("parameters") == "bf16":
+        problem = "would round the outer step to the nearest bf16, which loses small changes; set fp32"
+        yield Fault("precision.parameters", problem, f"comm.name: {name}")
 
 
 def _check_parallel(content: Content) -> Iterator[Fault]:

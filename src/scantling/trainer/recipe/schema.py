@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from scantling.comm.config import OPTIONS, Exchange, ResidualFormat, Values
+from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values
 from scantling.errors import UserError
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
@@ -312,12 +312,22 @@ def _demo_option(name: str) -> Any:
     return Field(default=option.default, ge=limits["least"], le=limits["most"], description=f"demo: {limits['doc']}")
 
 
+_LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
+    "local_steps": {"sync_every": 30, "topk": 64, "values": "int4"},
+    "diloco": {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+"""Defaults of the methods with local steps that differ from those of the fields; see `sparseloco` and `diloco`."""
+
+
 class CommSection(Section):
     """Communication between the processes of a run."""
 
-    name: Literal["allreduce", "demo"] = "allreduce"
+    name: Literal["allreduce", "demo", "local_steps", "diloco"] = "allreduce"
     """`allreduce`: gradients are averaged in buckets during the backward pass (DDP). `demo`: each process keeps its
-    own momentum and sends only the largest components; with `optim.name: sign` this is DeMo."""
+    own momentum and sends only the largest components; with `optim.name: sign` this is DeMo. `local_steps`: each
+    replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
+    these changed (SparseLoCo); `diloco`: all of what they changed. The two have defaults of their own: `sync_every` 30,
+    `topk` 64 and `values` int4, or `sync_every` 100 and `dense` fp32."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
     find_unused_parameters: bool = False
@@ -337,11 +347,36 @@ class CommSection(Section):
     check_every: int | None = _demo_option("check_every")
     delay: int = _demo_option("delay")
     overlap: bool = _demo_option("overlap")
+    outer_lr: float = Field(default=1.0, gt=0.0)
+    """Local steps: learning rate of the outer step. Default with diloco: 0.7."""
+    outer_momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Local steps: Nesterov momentum of the outer step. Default with diloco: 0.9."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, content: Any) -> Any:
+        """Fill in the defaults of a method, so that a stored recipe has them as values."""
+        name = content.get("name") if isinstance(content, Mapping) else None
+        return {**_LOCAL_DEFAULTS[name], **content} if name in ("local_steps", "diloco") else content
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """False with local steps: weights and optimizer states differ between replicas."""
+        return self.name in ("allreduce", "demo")
 
     @property
     def demo_options(self) -> dict[str, Any]:
         """The arguments of `MomentumExchange`."""
         return {name: getattr(self, name) for name in OPTIONS}
+
+    @property
+    def local_options(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """The arguments of `LocalStepsExchange`: method, options of the outer optimizer, options of the exchange."""
+        is_diloco = self.name == "diloco"
+        outer = {name: getattr(self, name) for name in ("sync_every", "outer_lr", "outer_momentum")}
+        unused = {"sync_every", *(SELECTION_OPTIONS if is_diloco else ())}
+        options = {name: value for name, value in self.demo_options.items() if name not in unused}
+        return "diloco" if is_diloco else "sparseloco", outer, options
 
 
 class ParallelSection(Section):

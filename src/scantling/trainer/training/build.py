@@ -13,7 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scantling.comm import AllReduce, DemoExchange, GradientExchange, NoExchange, ShardedExchange
+from scantling.comm import (
+    AllReduce,
+    DemoExchange,
+    GradientExchange,
+    LocalStepsExchange,
+    NoExchange,
+    ShardedExchange,
+)
 from scantling.comm.transport.shards import to_local
 from scantling.distributed.context import DistContext
 from scantling.distributed.mesh import REPLICATE, SHARD
@@ -102,7 +109,7 @@ def build_loop(
         context,
         tensor=tensor,
         # DeMo clips each process's gradient itself, before it is accumulated
-        clip=settings.clip if recipe.comm.name == "allreduce" else None,
+        clip=settings.clip if recipe.comm.name != "demo" else None,
         compute=compute,
         release=GradientRelease(model, optimizer, tensor.see_gradient) if recipe.optim.release_gradients else None,
         graph=settings.graph,
@@ -219,19 +226,22 @@ def build_exchange(recipe: Recipe, groups: Sequence[ShardGroup], context: DistCo
         context: of this process.
     """
     section, mesh = recipe.comm, context.mesh
-    demo = None
+    replicas = None if mesh is None else mesh[REPLICATE]
+    between: GradientExchange | None = None
     if section.name == "demo":
-        replicas = None if mesh is None else mesh[REPLICATE]
-        demo = DemoExchange(clip=recipe.train.clip, process_group=replicas, **section.demo_options)
+        between = DemoExchange(clip=recipe.train.clip, process_group=replicas, **section.demo_options)
+    elif section.name != "allreduce":
+        method, outer, options = section.local_options
+        between = LocalStepsExchange(method, process_group=replicas, outer=outer, options=options)
     if mesh is not None:
         return ShardedExchange(
             mesh,
-            demo,
+            between,
             gathers=[(group.num_bytes, group.gathers) for group in groups],
             gradient_ratio=gradient_ratio(recipe),
         )
-    if demo is not None:
-        return demo
+    if between is not None:
+        return between
     if context.world_size == 1:
         return NoExchange()
     return AllReduce(bucket_mb=section.bucket_mb, find_unused_parameters=section.find_unused_parameters)
@@ -359,8 +369,8 @@ def _from_first(read: Read | None, context: DistContext) -> Read:
 def shard_run_model(meta: MetaModel, groups: Sequence[ShardGroup], recipe: Recipe, context: DistContext) -> None:
     """Shard the groups of a model in place over the mesh of the context. Collectives: as of `build_meta_model`."""
     assert context.mesh is not None
-    # an exchange of momentum averages between replicas itself
-    mesh = context.mesh[SHARD] if recipe.comm.name == "demo" or context.num_replicas == 1 else context.mesh
+    # other exchanges average between replicas themselves
+    mesh = context.mesh[SHARD] if recipe.comm.name != "allreduce" or context.num_replicas == 1 else context.mesh
     shard_model(meta, groups, mesh, recipe.parallel, context.device)
 
 

@@ -41,7 +41,7 @@ METADATA = ".metadata"
 MAX_BYTES = 1 << 30
 """Largest index that is read; a tensor takes about 250 bytes."""
 
-_RANK_KEY = re.compile(r"(exchange|rng)/rank(0|[1-9][0-9]{0,6})/")
+_RANK_KEY = re.compile(r"(exchange|inner|rng)/rank(0|[1-9][0-9]{0,6})/")
 # many programs read JSON integers as doubles, which are exact up to 2**53
 Count = Annotated[int, Field(ge=0, le=2**53)]
 _Dims = Annotated[list[Count], Field(max_length=64)]
@@ -109,7 +109,7 @@ class Index:
         }
 
     def ranks(self, kind: str, *, absent: bool = False) -> list[int]:
-        """Return the ranks whose own state of a kind, "rng" or "exchange", is complete in this folder.
+        """Return the ranks whose own state of a kind, "rng", "exchange" or "inner", is complete in this folder.
 
         A rank whose exchange has no tensors yet has an empty state, in the folder of its random generators.
 

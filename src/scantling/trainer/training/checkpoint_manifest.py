@@ -71,6 +71,7 @@ class _Values(StrictModel):
     scaler: dict[str, int | float] | None = None
     joules: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     optimizer: _Optimizer | None = None
+    inner: dict[_Rank, _Optimizer] | None = None
     exchange: dict[_Rank, dict[str, Any]] | None = None
     rng: dict[_Rank, _Generators] | None = None
     tensor: dict[str, Any] | None = None
@@ -187,7 +188,7 @@ def _parse(text: str) -> dict[str, Any]:
             raise ValueError(f"values.{missing[0]} is missing")
     if checked.values.step not in (None, checked.step):
         raise ValueError(f"values.step is {checked.values.step}, and step is {checked.step}")
-    ranks = {*(checked.values.exchange or {}), *(checked.values.rng or {})}
+    ranks = {*(checked.values.exchange or {}), *(checked.values.inner or {}), *(checked.values.rng or {})}
     for folder in checked.elsewhere:
         if both := sorted(checked.files.keys() & folder.files.keys()):
             raise ValueError(f"{both[0]} is in files and in elsewhere")

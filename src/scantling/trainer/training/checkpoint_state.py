@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,8 +68,16 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
         )
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """Return the optimizer's part: state by parameter name, and the hyperparameters of each group."""
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, replicas: DistContext | None = None) -> State:
+    """Return the optimizer's part: state by parameter name, and the hyperparameters of each group.
+
+    Args:
+        optimizer: of the model.
+        model: the model.
+        replicas: context of replicas with states of their own, saved under keys of their numbers; None if the states
+            are equal. Collective: a gather of JSON values.
+    """
+    prefix = "optimizer/" if replicas is None else f"inner/rank{replicas.replica}/"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = State()
     plain: dict[str, dict[str, Any]] = {}
@@ -79,7 +88,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    state.tensors[f"optimizer/{name}/{key}"] = value
+                    state.tensors[f"{prefix}{name}/{key}"] = value
                     # such as step counts, which PyTorch keeps on the CPU for parameters on a GPU
                     if value.device.type == "cpu" and parameter.device.type != "cpu":
                         on_cpu.append(f"{name}/{key}")
@@ -88,7 +97,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
         # values that JSON cannot hold, such as a learning rate in a tensor, come from the recipe
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_json(v)}
         groups.append({"names": [names[id(p)] for p in group["params"]], "hyper": hyper})
-    state.values["optimizer"] = {"plain": plain, "on_cpu": on_cpu, "groups": groups}
+    own = {"plain": plain, "on_cpu": on_cpu, "groups": groups}
+    state.values["optimizer"] = own
+    if replicas is not None:
+        by_replica = replicas.all_gather_object(own)[:: replicas.num_shards]
+        state.values["optimizer"] = by_replica[0]
+        state.values["inner"] = {str(replica): each for replica, each in enumerate(by_replica)}
     return state
 
 
@@ -99,20 +113,60 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
         UserError: the parameter groups of the checkpoint and of the optimizer differ.
     """
     values = checkpoint.values["optimizer"]
+    into = _sharded_state(optimizer, model, checkpoint, "optimizer/")
+    stored = checkpoint.load_tensors("optimizer/", into)
+    _fill_optimizer(
+        optimizer, model, {key.removeprefix("optimizer/"): stored[key] for key in stored}, values, checkpoint.path
+    )
+
+
+def load_own_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, checkpoint: Checkpoint, context: DistContext
+) -> None:
+    """Restore the state of this replica; of M saved replicas, replica i takes the state of replica i modulo M.
+
+    Collectives: those of `_rank_tensors`, or of `run_on_all` for sharded replicas.
+
+    Raises:
+        UserError: as of `load_optimizer`, or the state is on another machine.
+    """
+    values = checkpoint.values["inner"]
+    source = context.replica % len(values)
+    found: dict[str, torch.Tensor] = {}
+    if context.num_shards == 1:
+        found = _rank_tensors("inner", checkpoint, [source], context).get(source, {})
+    else:
+        prefix = f"inner/rank{source}/"
+
+        def load() -> None:
+            stored = checkpoint.load_tensors(prefix, _sharded_state(optimizer, model, checkpoint, prefix))
+            found.update({key.removeprefix(prefix): tensor for key, tensor in stored.items()})
+
+        context.run_on_all(load)
+    _fill_optimizer(optimizer, model, found, values[str(source)], checkpoint.path)
+
+
+def _fill_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    path: Path,
+) -> None:
+    """Set the state of an optimizer from tensors with keys `<parameter>/<entry>`, and its hyperparameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if ours != [group["names"] for group in values["groups"]]:
         raise UserError(
-            f"{checkpoint.path}: its parameter groups differ from those of the optimizer; "
+            f"{path}: its parameter groups differ from those of the optimizer; "
             "use the recipe that the run was started with"
         )
     # assign state directly: `Optimizer.load_state_dict` would cast it to the parameter's dtype
     by_name = dict(model.named_parameters())
     on_cpu = set(values["on_cpu"])
     states: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["plain"].items()}
-    into = _sharded_state(optimizer, by_name, checkpoint)
-    for key, tensor in checkpoint.load_tensors("optimizer/", into).items():
-        name, _, entry = key.removeprefix("optimizer/").rpartition("/")
+    for key, tensor in tensors.items():
+        name, _, entry = key.rpartition("/")
         device = torch.device("cpu") if f"{name}/{entry}" in on_cpu else by_name[name].device
         states.setdefault(name, {})[entry] = tensor.to(device)
     for name, entries in states.items():
@@ -127,13 +181,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, checkpoin
 
 
 def _sharded_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], checkpoint: Checkpoint
+    optimizer: torch.optim.Optimizer, model: nn.Module, checkpoint: Checkpoint, prefix: str
 ) -> dict[str, torch.Tensor]:
     """Return empty tensors for the stored state of sharded parameters, each with the part on this process."""
+    params = dict(model.named_parameters())
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     targets: dict[str, torch.Tensor] = {}
-    for key, entry in checkpoint.index.entries("optimizer/").items():
-        name, _, kind = key.removeprefix("optimizer/").rpartition("/")
+    for key, entry in checkpoint.index.entries(prefix).items():
+        name, _, kind = key.removeprefix(prefix).rpartition("/")
         param: Any = params.get(name)
         if not isinstance(param, DTensor):
             continue

@@ -29,6 +29,7 @@ from scantling.trainer.training.checkpoint_state import (
     load_exchange,
     load_model,
     load_optimizer,
+    load_own_optimizer,
     load_rng,
     load_tensor,
     merge_states,
@@ -139,7 +140,10 @@ class Loop:
         # 2. forward, backward, exchange, update
         # a save that has failed ends the run on all ranks, also if others still write their files
         result = self.stepper.step(
-            step, batches, stop=lambda: stop.received is not None or self.checkpointer.has_failed
+            step,
+            batches,
+            last=step == self.schedule.steps,
+            stop=lambda: stop.received is not None or self.checkpointer.has_failed,
         )
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
@@ -229,7 +233,8 @@ class Loop:
         return record | exchange.metrics() | self.stepper.tensor.metrics()
 
     def _evaluate(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        metrics = evaluate()
+        with self.stepper.exchange.common_weights():
+            metrics = evaluate()
         if not math.isfinite(metrics["eval_loss"]):
             raise NonFiniteError(
                 f"step {self.step}: the held-out loss is {metrics['eval_loss']}; "
@@ -262,15 +267,24 @@ class Loop:
                 "joules": self._joules(),
             }
         )
-        state = merge_states(
-            model_state(self.model),
-            optimizer_state(self.stepper.optimizer, self.model),
-            exchange_state(self.stepper.exchange, self.model, self.context),
-            rng_state(self.context),
-            tensor_state(self.stepper.tensor),
-            progress,
-        )
-        return self.checkpointer.save(self.step, state)
+        exchange = self.stepper.exchange
+        # before the common weights, because it has the weights of this replica
+        of_exchange = exchange_state(exchange, self.model, self.context)
+        with exchange.common_weights():
+            state = merge_states(
+                model_state(self.model),
+                optimizer_state(self.stepper.optimizer, self.model, self._replicas),
+                of_exchange,
+                rng_state(self.context),
+                tensor_state(self.stepper.tensor),
+                progress,
+            )
+            return self.checkpointer.save(self.step, state)
+
+    @property
+    def _replicas(self) -> DistContext | None:
+        """The context of replicas whose optimizers have states of their own; None if these are equal."""
+        return None if self.stepper.exchange.keeps_replicas_equal else self.context
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint, so that the next step is the one that would have come.
@@ -290,9 +304,12 @@ class Loop:
 
         def load() -> None:
             load_model(self.model, checkpoint)
-            load_optimizer(self.stepper.optimizer, self.model, checkpoint)
+            if self._replicas is None:
+                load_optimizer(self.stepper.optimizer, self.model, checkpoint)
 
         self.context.run_on_all(load)  # each rank names the files that it misses
+        if self._replicas is not None:
+            load_own_optimizer(self.stepper.optimizer, self.model, checkpoint, self.context)
         load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal

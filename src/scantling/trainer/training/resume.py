@@ -269,4 +269,7 @@ def describe_changes(checkpoint: Checkpoint, context: DistContext) -> str:
     exchange = checkpoint.values.get("exchange", {})
     if any(exchange.values()) and len(exchange) != context.num_replicas:
         changes += f", and the exchange starts from the mean of the residuals of {len(exchange)} replicas"
+        if "inner" in checkpoint.values:
+            changes += ", between two exchanges also of their weights; replica i has the optimizer state of i modulo "
+            changes += f"{len(exchange)}"
     return changes

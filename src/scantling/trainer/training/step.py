@@ -83,8 +83,10 @@ class Stepper:
         self.watch = Stopwatch(context.device)
         self.graphs = StepGraphs(model, self._run_unwatched_passes, self._update, CudaGraphs) if graph else None
 
-    def step(self, step: int, batches: Sequence[Batch], *, stop: Callable[[], bool] = lambda: False) -> StepResult:
-        """Take step `step` (counted from 1).
+    def step(
+        self, step: int, batches: Sequence[Batch], *, last: bool = False, stop: Callable[[], bool] = lambda: False
+    ) -> StepResult:
+        """Take step `step` (counted from 1), the `last` of the run or another one.
 
         Raises:
             NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, except perhaps other parameters
@@ -118,6 +120,9 @@ class Stepper:
             self._update(norm)
             # free the gradients; those of graphs stay, because their addresses are captured
             self.optimizer.zero_grad(set_to_none=True)
+        self.watch.lap("optimizer")
+        self.exchange.finish_step(last=last)
+        self.watch.lap("exchange")
         # the scale starts at 2**16 and is halved after each overflow
         if overflow and self.scaler.get_scale() < 2.0**-16:
             raise NonFiniteError(f"step {step}: fp16 gradients overflow at any loss scale; use bf16 or a lower lr")

@@ -1,0 +1,182 @@
+"""Local steps in a training loop: `OuterOptimizer` behind the interface `GradientExchange`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scantling.comm.ddp import average_buffers, averaged_buffers
+from scantling.comm.demo_exchange import exchange_groups
+from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+from scantling.comm.param_groups import parameter_names
+from scantling.comm.transport.shards import to_local, total_norm
+
+logger = logging.getLogger(__name__)
+
+_OWN, _OUTER = "own/", "outer/"
+"""Prefixes of the names of this replica's weights and buffers between exchanges, and of the outer momentum."""
+
+
+class LocalStepsExchange(GradientExchange):
+    """Local steps of each replica's own optimizer, and an exchange of what they changed every `sync_every` steps.
+
+    Gradients stay those of the replica. One that is NaN or Inf is left out of the replica's step. Saved buffers become
+    their mean over the processes in each exchange.
+
+    Args:
+        method: "sparseloco" or "diloco", see `outer_exchange`.
+        process_group: of the replicas; default all processes.
+        outer: options of `OuterOptimizer`.
+        options: of `MomentumExchange`.
+    """
+
+    keeps_replicas_equal = False
+
+    def __init__(
+        self, method: str, *, process_group: Any = None, outer: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        self.method, self.process_group, self._outer_options, self.options = method, process_group, outer, options
+        self._outer: OuterOptimizer | None = None
+        self._common_buffers: dict[str, Tensor] = {}
+        self._bad: list[str] = []
+
+    @property
+    def outer(self) -> OuterOptimizer:
+        """The optimizer of the common parameters."""
+        if self._outer is None:
+            raise AssertionError("prepare() comes first")
+        return self._outer
+
+    def describe(self) -> str:
+        exchange = self.outer.exchange
+        every = f"after every {self.outer.sync_every} local steps" if self.outer.sync_every > 1 else "after every step"
+        with self.common_weights():  # the strategy comes from a comparison of the replicas
+            by = exchange.strategy
+        return f"{exchange}\n  exchange by {by} among {exchange.replicas.world_size} processes {every}"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        if self._outer is None:
+            groups = exchange_groups(model, self.options)
+            exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
+            exchange.announces = False  # the loop prints `describe`
+            self._outer, self._model = OuterOptimizer(exchange, **self._outer_options), model
+            self._keep_buffers()
+        return model
+
+    def exchange(self) -> None:
+        """Take the norm of this replica's own gradient, and leave the gradient out if it is not finite."""
+        named = self._named_parameters()
+        grads = [param.grad for param in named.values() if param.grad is not None]
+        self.norm = total_norm(grads)
+        self.local_nonfinite, self.wire_bytes, self.exposed_s = not bool(torch.isfinite(self.norm)), 0, 0.0
+        if not self.local_nonfinite:
+            return
+        self._bad = [
+            name
+            for name, param in named.items()
+            if param.grad is not None and not torch.isfinite(to_local(param.grad)).all()
+        ]
+        logger.warning(
+            "local step %d is skipped: the gradient of %s of this replica is NaN or Inf",
+            self.outer.steps + 1,
+            self._bad[0] if self._bad else "another shard",
+        )
+        for param in named.values():
+            param.grad = None
+
+    def finish_step(self, *, last: bool) -> int:
+        """Synchronize the replicas if it is due, or after the last step. Collectives: of `OuterOptimizer.advance`."""
+        if self.outer.advance(at_once=last):
+            self.wire_bytes = self.outer.wire_bytes + average_buffers(self._model)
+            self._keep_buffers()
+        return self.wire_bytes
+
+    def _keep_buffers(self) -> None:
+        self._common_buffers = {name: value.clone() for name, value in averaged_buffers(self._model).items()}
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Context in which weights and buffers are those of the last exchange, equal on all replicas."""
+        if self.outer.is_synchronized:
+            yield
+            return
+        own = {name: value.clone() for name, value in self._values().items()}
+        self._fill(dict(zip(self._named_parameters(), self.outer.anchors, strict=True)) | self._common_buffers)
+        try:
+            yield
+        finally:
+            self._fill(own)
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return the weights and buffers of this replica by name, on this process."""
+        params = {name: to_local(param) for name, param in self._named_parameters().items()}
+        return params | averaged_buffers(self._model)
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in self._values().items():
+            value.copy_(values[name])
+
+    def _named_parameters(self) -> dict[str, Tensor]:
+        exchange = self.outer.exchange
+        return dict(zip(parameter_names(exchange.param_groups), exchange.residuals.params, strict=True))
+
+    def bad_parameters(self) -> list[str]:
+        return self._bad
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the bytes of residuals, common weights and outer momentum, and the divergence once it was measured."""
+        exchange = self.outer.exchange
+        kept = [
+            value for state in exchange.state.values() for key, value in state.items() if key.startswith("residual")
+        ]
+        kept += [*self.outer.anchors, *self._momenta().values()]
+        divergence = exchange.replica_divergence
+        return {
+            "residual_bytes": sum(to_local(value).nbytes for value in kept),
+            **({} if divergence is None else {"replica_divergence": divergence}),
+        }
+
+    def _momenta(self) -> dict[str, Tensor]:
+        """Return the outer momentum by name; empty before the first exchange, and without momentum."""
+        state = self.outer.outer.state
+        found = {name: state[param].get("momentum_buffer") for name, param in self._named_parameters().items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals, the outer momentum and, between exchanges, the weights of this replica."""
+        own = {} if self.outer.is_synchronized else self._values()
+        return {
+            **self.outer.exchange.local_state_dict()["residuals"],
+            **{_OWN + name: value.clone() for name, value in own.items()},
+            **{_OUTER + name: to_local(value) for name, value in self._momenta().items()},
+            "step": self.outer.exchange.step,
+            "steps": self.outer.steps,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, after the common weights; of other replicas, the mean of their states."""
+        tensors = {name: value for name, value in state.items() if name not in ("step", "steps")}
+        exchange, named = self.outer.exchange, self._named_parameters()
+        residuals = {name: value for name, value in tensors.items() if not name.startswith((_OWN, _OUTER))}
+        exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
+        exchange.load_shared_state_dict({"step": state["step"], "pending": {}})
+        self.outer.steps = int(state["steps"])
+        self._keep_buffers()
+        own = {name.removeprefix(_OWN): value for name, value in tensors.items() if name.startswith(_OWN)}
+        self.outer.is_synchronized = not own
+        for (name, param), anchor in zip(named.items(), self.outer.anchors, strict=True):
+            anchor.copy_(to_local(param))
+            if _OUTER + name in tensors:
+                momentum = torch.zeros_like(param)
+                to_local(momentum).copy_(tensors[_OUTER + name])
+                self.outer.outer.state[param]["momentum_buffer"] = momentum
+        if own:
+            self._fill(own)

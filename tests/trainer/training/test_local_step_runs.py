@@ -1,0 +1,152 @@
+"""Tests of recipes whose replicas take local steps: synchronization, resume between exchanges, shards within."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scantling.errors import RecipeError
+from scantling.trainer.recipe import load_recipe
+from scantling.trainer.training.trained_run import evaluate_run
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.trainer.training import poisoned
+
+pytestmark = pytest.mark.dist
+
+LOCAL = {
+    "name": "local_steps",
+    "sync_every": 3,
+    "topk": 4,
+    "chunk": 16,
+    "values": "sign",
+    "dense": "sign",
+    "outer_lr": 1.3,
+}
+CAME = {"name": "came", "lr": 3e-3, "betas": [0.9, 0.95, 0.995], "debias": True, "momentum": "int8"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "adamw": (2, {"optim": {"name": "adamw"}}),
+    "diloco, came": (2, {"comm": {"name": "diloco", "sync_every": 3}, "optim": CAME}),
+    "tensor, int8 products": (2, {"tensor": {"rank": 4}, "precision": {"weights": "int8", "activations": "int8"}}),
+    "sharded": (4, {"parallel": {"shard": 2}}),
+    "sharded came": (4, {"parallel": {"shard": 2}, "optim": CAME}),
+}
+
+
+def recipe_of(folder: Path, **sections: Any) -> dict[str, Any]:
+    own = {
+        "model": {"overrides": {**tiny_recipe(folder)["model"]["overrides"], **WIDE}},
+        "comm": LOCAL,
+        "train": {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 4},
+    }
+    return tiny_recipe(folder, **{**own, **sections, "train": {**own["train"], **sections.get("train", {})}})
+
+
+def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path:
+    path = write_recipe(folder / f"{name}.yaml", recipe)
+    done = scantling("train", path, "--run-dir", folder / name, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
+def resume(straight: Path, name: str, step: int, processes: int, *settings: str) -> Path:
+    """Copy a run, remove its checkpoints after a step, and resume it."""
+    copy = straight.parent / name
+    shutil.copytree(straight, copy)
+    forget(copy, step)
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = scantling("train", copy, "--resume", *words, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resume_between_exchanges_is_bitwise(name: str, tmp_path: Path) -> None:
+    """Exchanges come after steps 3, 6 and 8, the last; checkpoints after 2, 4, 6 and 8."""
+    processes, sections = CASES[name]
+    straight = run(recipe_of(tmp_path, **sections), tmp_path, "straight", processes)
+    sent = [record["wire_bytes"] for record in records(straight)]
+    if "sharded" not in name:
+        assert [bool(each) for each in sent] == [False, False, True, False, False, True, False, True]
+    expected = saved_tensors(straight)
+    for step in (4, 6):
+        resumed = saved_tensors(resume(straight, f"from-{step}", step, processes))
+        assert resumed.keys() == expected.keys()
+        assert [key for key, value in expected.items() if not torch.equal(value, resumed[key])] == []
+    # between exchanges a checkpoint has the common weights, which are evaluated
+    common, after = (saved_tensors(straight, step, "model/") for step in (4, 6))
+    assert any(not torch.equal(value, after[key]) for key, value in common.items())
+    own = {key for key in saved_tensors(straight, 4) if "/own/" in key}
+    assert len({key.split("/")[1] for key in own}) == 2
+    assert not any("/own/" in key for key in saved_tensors(straight, 6))
+    for step in (8, 4):
+        forget(straight, step)
+        recorded = next(record["eval_loss"] for record in records(straight) if record["step"] == step)
+        assert evaluate_run(straight)["eval_loss"] == pytest.approx(recorded, rel=1e-5)
+
+
+def test_one_replica_takes_the_steps_of_its_own_optimizer(tmp_path: Path) -> None:
+    """With outer_lr 1 and no outer momentum, the outer step p0 - (p0 - p) is the weights of the replica."""
+    comm = {"name": "diloco", "sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
+    local = run(recipe_of(tmp_path, comm=comm), tmp_path, "local", 1)
+    alone = run(recipe_of(tmp_path, comm={}), tmp_path, "alone", 1)
+    for one, other in zip(records(alone), records(local), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None})
+    straight = run(recipe, tmp_path, "run", 2)
+    sent = [record["wire_bytes"] for record in records(straight)]
+    planned = json.loads((straight / "plan.json").read_text())
+    assert sum(sent[2:]) / len(sent[2:]) == pytest.approx(planned["wire_bytes"], rel=0.02)
+    assert records(straight)[-1]["residual_bytes"] == planned["residual_bytes"]
+
+
+def test_resume_on_another_number_of_replicas(tmp_path: Path) -> None:
+    """The weights between exchanges are averaged, and replica 2 has the optimizer state of replica 0."""
+    straight = run(recipe_of(tmp_path, train={"batch_size": 6}), tmp_path, "straight", 2)
+    wide = resume(straight, "wide", 4, 3)
+    one, other = records(straight), records(wide)
+    assert [record["step"] for record in other] == list(range(1, 9))
+    assert other[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.02)
+    own = [saved_tensors(straight, 4, f"exchange/rank{rank}/own/") for rank in (0, 1)]
+    assert len(own[0]) == len(own[1]) > 0
+
+
+def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path))
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "local step 3 is skipped: the gradient of model.layers.1.mlp.up_proj.weight of this replica" in done.stderr
+    assert len(records(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"comm": {"name": "diloco", "topk": 4}}, "comm.topk: has no effect here"),
+        ({"comm": {"name": "local_steps", "delay": 1}}, "comm.delay: has no effect here"),
+        ({"comm": {"name": "demo", "outer_lr": 0.5}}, "comm.outer_lr: has an effect with comm.name: local_steps or"),
+        ({"comm": {"outer_momentum": 0.5}}, "comm.outer_momentum: has an effect with comm.name: local_steps or"),
+        ({"comm": LOCAL, "tensor": {"rank": 4, "size_target": 0.5}}, "tensor.size_target: removes ranks by gradients"),
+        ({"comm": LOCAL, "optim": CAME, "precision": {"parameters": "bf16"}}, "would round the outer step"),
+        ({"comm": LOCAL, "train": {"graph": True}}, "train.graph: cannot capture an exchange"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tiny_recipe(tmp_path, **sections))
+
+
+def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
+    for name, topk, every in (("local_steps", 64, 30), ("diloco", 32, 100)):
+        section = load_recipe(tiny_recipe(tmp_path, comm={"name": name})).comm
+        assert (section.sync_every, section.topk) == (every, topk)
+        again = load_recipe(tiny_recipe(tmp_path, comm=section.model_dump(mode="json"))).comm
+        assert again.local_options == section.local_options
