@@ -1,13 +1,18 @@
 """Run the long tests of exchange and resume, and record the outcome of each.
 
     python benchmarks/endurance.py exchange   # about half an hour on two cores
-    python benchmarks/endurance.py kills      # about half an hour on two cores
+    python benchmarks/endurance.py kills      # about an hour on two cores
+    python benchmarks/endurance.py shards     # about a quarter of an hour on two cores
 
 `exchange`: 200 steps over a distributed checkpoint to the same bits, plain and with FSDP2 shards; 2,000 steps with
 equal hashes for each exchange strategy; kills at 20 random steps, resumed to the same bits; replicas that are killed,
 stopped and join again. `kills`: two SIGKILLs at random moments in each of the 32 combinations of dense or TT layers
-with a size target, AdamW or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; each run resumes and ends
-with the same bits.
+with a size target, AdamW or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; 20 SIGKILLs of sharded
+replicas that exchange momentum, and of replicas in local steps; each run resumes and ends with the same bits.
+
+`shards`: runs of all methods with and without shards, on 2 to 4 processes, and resumed from the middle. `loss` and
+`grad_norm` are the largest relative differences over 8 steps, `weights` the largest absolute difference of a weight
+after them; a step changes a weight by about its learning rate, 1e-3 or 3e-3.
 
 The tests are marked slow; this script runs them and records how each one ended.
 """
@@ -34,11 +39,12 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/comm/transport/test_torchft.py",
     ),
     "kills": ("tests/trainer/training/test_kill_matrix.py",),
+    "shards": ("tests/trainer/training/test_sharded_runs.py::test_sharded_run_equals_unsharded_and_resumes_bitwise",),
 }
 
 
 def run_tests(path: str) -> list[dict[str, str | None]]:
-    """Run the tests of one path and return the name and outcome of each."""
+    """Run the tests of one path and return the name, the outcome and the recorded properties of each."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", path, f"--junitxml={report}"]
@@ -50,6 +56,7 @@ def run_tests(path: str) -> list[dict[str, str | None]]:
         words = {} if bad is None else {"message": bad.get("message")}
         name = f"{case.get('classname')}::{case.get('name')}"
         outcomes.append({"test": name, "outcome": "passed" if bad is None else bad.tag, **words})
+        outcomes[-1] |= {each.get("name", ""): each.get("value") for each in case.iter("property")}
     return outcomes
 
 

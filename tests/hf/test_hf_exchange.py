@@ -17,8 +17,10 @@ from scantling.errors import UserError
 from tests.hf.test_hf_trainer import Sequences, StopAtThree
 from tests.processes import run
 
+SIGN = sc.hf.sign(lr=3e-3, weight_decay=0.1)
 
-def trainer(folder: Path, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallback]:
+
+def trainer(folder: Path, optimizer: Any = SIGN, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallback]:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
@@ -37,7 +39,7 @@ def trainer(folder: Path, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallba
         model=model,
         args=arguments,
         train_dataset=Sequences(),
-        optimizer_cls_and_kwargs=sc.hf.sign(lr=3e-3, weight_decay=0.1),
+        optimizer_cls_and_kwargs=optimizer,
     )
     return made, sc.hf.attach(made, topk=64, dense="sign", **options)
 
@@ -72,6 +74,67 @@ def straight_and_resumed(folder: Path) -> None:
 
 def test_resume_is_bitwise(tmp_path: Path) -> None:
     straight_and_resumed(tmp_path)
+
+
+def local_steps_straight_and_resumed(folder: Path) -> None:
+    """Exchanges after steps 2, 3 (a checkpoint), 4, 6; each process has its own AdamW."""
+    options = {"optimizer": (torch.optim.AdamW, {"lr": 3e-3}), "local_steps": 2, "values": "sign", "outer_lr": 1.3}
+    straight, callback = trainer(folder / "straight", **options)
+    straight.train()
+    sent = [entry["wire_bytes"] for entry in straight.state.log_history if "loss" in entry]
+    if dist.get_world_size() > 1:
+        assert [bool(each) for each in sent] == [False, True, True, True, False, True]
+    first, _ = trainer(folder / "parted", **options)
+    first.add_callback(StopAtThree())
+    first.train()
+    second, resumed = trainer(folder / "parted", **options)
+    second.train(resume_from_checkpoint=True)
+    for (name, one), other in zip(straight.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    states = [each.optimizer.state_dict()["state"] for each in (straight, second)]
+    assert all(torch.equal(states[0][key]["exp_avg"], states[1][key]["exp_avg"]) for key in states[0])
+    assert callback.outer is not None
+    assert resumed.outer is not None
+    assert callback.outer.steps == resumed.outer.steps == 6
+    if dist.get_world_size() == 1:
+        return
+    own = torch.cat([state["exp_avg"].flatten() for state in states[0].values()])
+    flat = torch.cat([param.detach().flatten() for param in straight.model.parameters()])
+    for values, alike in ((flat, True), (own, False)):
+        found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, values)
+        assert torch.equal(found[0], found[1]) is alike
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+def test_local_steps_resume_bitwise(processes: int, tmp_path: Path) -> None:
+    run(processes, local_steps_straight_and_resumed, tmp_path)
+
+
+def stopped_between_exchanges(folder: Path) -> None:
+    made, callback = trainer(folder, local_steps=5)
+    made.args.save_strategy = "no"
+    made.add_callback(StopAtThree())
+    made.train()
+    assert callback.outer is not None
+    assert callback.outer.is_synchronized
+    flat = torch.cat([param.detach().flatten() for param in made.model.parameters()])
+    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, flat)
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.dist
+def test_training_that_stops_between_exchanges_ends_with_equal_weights(tmp_path: Path) -> None:
+    run(2, stopped_between_exchanges, tmp_path)
+
+
+def test_outer_lr_needs_local_steps(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="outer_lr has an effect with local_steps alone"):
+        trainer(tmp_path, outer_lr=0.5)
+    with pytest.raises(UserError, match="sync_every must be an integer of at least 1"):
+        trainer(tmp_path, local_steps=0)
 
 
 def separate_folders(folder: Path) -> None:

@@ -20,7 +20,7 @@ class GradientExchange:
         wire_bytes: bytes that this process sent in the last step.
         exposed_s: seconds of the last step that only communication took.
         nonfinite_ranks: ranks whose gradients were NaN or Inf and were left out of the last exchange; with a delay, of
-            the exchange of the previous step.
+            the exchange of the previous step; if replicas differ, the ranks that left their own out.
         local_nonfinite: True if this process's own gradient of the step is NaN or Inf, and was left out.
         norm: of this process's own gradient before the exchange, if a norm after it has no meaning; else None.
         keeps_replicas_equal: False if weights and optimizer states differ between replicas.

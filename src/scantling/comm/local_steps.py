@@ -33,6 +33,7 @@ from scantling.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+
 class OuterOptimizer:
     """Synchronization of replicas that take local steps: the pseudo-gradients, their exchange, and the outer step.
 
@@ -83,7 +84,6 @@ class OuterOptimizer:
         exchange.momentum_watch = MomentumWatch(())
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
-    @torch.no_grad()
     def advance(self, *, at_once: bool = False) -> bool:
         """Count a local step, and synchronize the replicas after every H-th.
 
@@ -100,9 +100,14 @@ class OuterOptimizer:
         """
         self.steps += 1
         self.wire_bytes = 0
-        self.is_synchronized = at_once or self.steps % self.sync_every == 0
-        if not self.is_synchronized:
-            return False
+        self.is_synchronized = False
+        if at_once or self.steps % self.sync_every == 0:
+            self.synchronize()
+        return self.is_synchronized
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Exchange what the replicas have changed, and take the outer step. Collectives and errors as of `advance`."""
         for param, anchor in zip(self._params, self.anchors, strict=True):
             part = to_local(param)
             # d = p0 - p
@@ -120,7 +125,7 @@ class OuterOptimizer:
         self.outer.zero_grad()
         for param, anchor in zip(self._params, self.anchors, strict=True):
             anchor.copy_(to_local(param))
-        return True
+        self.is_synchronized = True
 
 
 class LocalSteps(OuterOptimizer):

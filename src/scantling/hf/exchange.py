@@ -1,14 +1,16 @@
-"""DeMo's momentum exchange in the Trainer of transformers.
+"""DeMo's momentum exchange, or local steps, in the Trainer of transformers.
 
 The Trainer wraps its model in DistributedDataParallel, which averages gradients. A no-op communication hook leaves
 each process's gradients unchanged. Before each optimizer step, `MomentumExchange` replaces them by the decoded
-momentum, which is the same on all processes. Each process saves its residuals next to the Trainer's own files, which
-hold the state of rank 0 only.
+momentum, which is the same on all processes. With local steps, `OuterOptimizer` synchronizes the processes after some
+steps. Each process saves its residuals, and with local steps the state of its optimizer, next to the Trainer's own
+files, which hold the state of rank 0 only.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from scantling.comm import DeMo, LocalSteps, MomentumExchange
+from scantling.comm import DeMo, LocalSteps, MomentumExchange, average_buffers
 from scantling.comm.demo_exchange import exchange_groups
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+from scantling.comm.residuals import check_state_keys
+from scantling.comm.transport.shards import all_finite
 from scantling.distributed.context import DistContext
 from scantling.distributed.folders import detect_shared_folders
 from scantling.errors import UserError
 from scantling.files import no_follow
 from scantling.numerics.torch_private import unwrap_compiled
+
+logger = logging.getLogger(__name__)
 
 FILE = "exchange-rank{}.pt"
 
@@ -35,11 +42,14 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         exchange: the `MomentumExchange`, once the training has begun.
+        outer: with local steps, what synchronizes the processes; then.
     """
 
-    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
-        self._trainer, self._options = trainer, options
+    def __init__(self, trainer: Trainer, options: dict[str, Any], outer_options: dict[str, Any] | None) -> None:
+        self._trainer, self._options, self._outer_options = trainer, options, outer_options
         self.exchange: MomentumExchange | None = None
+        self.outer: OuterOptimizer | None = None
+        self._wire_bytes = 0
         self.checkpoint: Path | None = None
         self._hooked: DistributedDataParallel | None = None
 
@@ -48,7 +58,12 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         _check_optimizer(trainer.optimizer)
         _check_saves(args)
         self._keep_gradients_local(trainer.model_wrapped)
-        self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
+        groups = exchange_groups(trainer.model, self._options)
+        if self._outer_options is None:
+            self.exchange = MomentumExchange(groups, **self._options)
+        else:
+            self.exchange = outer_exchange("sparseloco", groups, **self._options)
+            self.outer = OuterOptimizer(self.exchange, **self._outer_options)
         if state.global_step and self.checkpoint is not None:
             file = self.checkpoint / FILE.format(self.exchange.replicas.rank)
             if not file.is_file():
@@ -56,7 +71,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
                     f"{file} is missing, which holds the residuals of this process. Resume with the same number of "
                     "processes as wrote the checkpoint"
                 )
-            self.exchange.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+            self._load_state(torch.load(file, weights_only=True, map_location="cpu"))
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
         """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
@@ -72,13 +87,50 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
                 "TrainingArguments(use_cpu=True)"
             )
 
+    def _state(self) -> dict[str, Any]:
+        assert self.exchange is not None
+        state = self.exchange.state_dict()
+        if self.outer is not None:
+            state["steps"], state["optimizer"] = self.outer.steps, self._trainer.optimizer.state_dict()
+        return state
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        assert self.exchange is not None
+        self.exchange.load_state_dict(state)
+        if self.outer is not None:
+            check_state_keys(state, "the callback with local_steps", ("steps", "optimizer"))
+            self.outer.steps = state["steps"]
+            self._trainer.optimizer.load_state_dict(state["optimizer"])
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.exchange is not None:
+        if self.exchange is None:
+            return
+        if self.outer is None:
             self.exchange.exchange()
+            self._wire_bytes = self.exchange.wire_bytes
+            return
+        params = self.exchange.residuals.params
+        if not all_finite(param.grad for param in params if param.grad is not None):
+            logger.warning("local step %d is skipped: a gradient is NaN or Inf", state.global_step + 1)
+            for param in params:
+                param.grad = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Synchronize after local steps; also before an evaluation or a checkpoint, and at the end."""
+        if self.outer is None:
+            return
+        self._wire_bytes = 0
+        if self.outer.advance(at_once=control.should_evaluate or control.should_save):
+            self._wire_bytes = self.outer.wire_bytes + average_buffers(self._trainer.model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.outer is not None and not self.outer.is_synchronized:
+            self.outer.synchronize()
+            average_buffers(self._trainer.model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and self.exchange is not None:
-            metrics = {"wire_bytes": self.exchange.wire_bytes}
+            metrics = {"wire_bytes": self._wire_bytes}
             logs.update(metrics)
             state.log_history[-1].update(metrics)  # the log entry was copied before callbacks run
 
@@ -88,7 +140,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / FILE.format(self.exchange.replicas.rank), "wb", opener=no_follow) as file:
-            torch.save(self.exchange.state_dict(), file)
+            torch.save(self._state(), file)
         if dist.is_initialized():
             dist.barrier()
 
@@ -121,16 +173,25 @@ def _check_saves(args: Any) -> None:
         )
 
 
-def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
-    """Make the processes of a Trainer exchange momentum instead of gradients.
+def attach(
+    trainer: Trainer, *, local_steps: int | None = None, outer_lr: float = 1.0, **options: Any
+) -> ExchangeCallback:
+    """Make the processes of a Trainer exchange momentum instead of gradients, or take local steps.
 
     Gradient clipping applies to each process's own gradient. Any optimizer works on the exchanged momentum. An
     optimizer with its own momentum then applies a second one, which increases the loss and triggers a warning. Avoid
     this with `TrainingArguments(adam_beta1=0.0)`, `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
 
+    With `local_steps`, each process takes that many steps of its own optimizer, whose momentum is wanted then, between
+    exchanges (SparseLoCo, arXiv 2508.15706). The processes also exchange before an evaluation and a checkpoint, so that
+    these are of the same weights on all of them, and after the last step.
+
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
-        options: arguments of `scantling.MomentumExchange`.
+        local_steps: steps between exchanges; None for an exchange of momentum in each step.
+        outer_lr: with `local_steps`, learning rate of the outer step.
+        options: arguments of `scantling.MomentumExchange`; with `local_steps`, the defaults of
+            `scantling.comm.sparseloco`.
 
     Returns:
         The callback that was added to the trainer.
@@ -143,6 +204,7 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
         >>> sc.hf.attach(trainer, topk=8)  # doctest: +SKIP
+        >>> sc.hf.attach(trainer, local_steps=5, topk=192, values="sign", dense="sign", outer_lr=1.3)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
@@ -162,11 +224,19 @@ def attach(trainer: Trainer, **options: Any) -> ExchangeCallback:
         )
     if options.get("overlap"):
         raise UserError("sc.hf.attach: overlap sends gradients before the Trainer clips them; leave it out")
-    MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)  # validates the options now
+    # validate the options now
+    outer_options: dict[str, Any] | None = None
+    if local_steps is not None:
+        outer_options = {"sync_every": local_steps, "outer_lr": outer_lr}
+    probe = MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)
+    if outer_options is not None:
+        OuterOptimizer(probe, **outer_options)
+    elif outer_lr != 1.0:
+        raise UserError("sc.hf.attach: outer_lr has an effect with local_steps alone; leave it out")
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
         raise UserError("sc.hf.attach: this Trainer already exchanges momentum; call attach once")
     _check_optimizer(trainer.optimizer)
-    callback = ExchangeCallback(trainer, options)
+    callback = ExchangeCallback(trainer, options, outer_options)
     trainer.add_callback(callback)
     train = trainer.train
 

@@ -123,8 +123,7 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
     path = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path))
     done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "local step 3 is skipped: the gradient of model.layers.1.mlp.up_proj.weight of this replica" in done.stderr
-    assert len(records(tmp_path / "run")) == 8
+    assert [record.get("nonfinite_ranks") for record in records(tmp_path / "run")] == [*2 * [None], [1], *5 * [None]]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path
 def test_sharded_run_equals_unsharded_and_resumes_bitwise(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """The properties are written into benchmarks/results by benchmarks/sharded_matrix.py."""
+    """The properties are written into benchmarks/results by benchmarks/endurance.py."""
     replicas, shards = MATRIX[name]
     whole = run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
     sharded = run(recipe_of(name, tmp_path, shard=shards), tmp_path, "sharded", replicas * shards)

@@ -146,8 +146,14 @@ class Stepper:
             own.zero_()
             own_skipped = float(sum(b.num_targets for b in batches))
         rest = torch.tensor([float(stop), own_skipped], dtype=torch.float64, device=own.device)
-        totals: list[float] = self.context.all_reduce(torch.cat([own, rest])).tolist()
-        return totals
+        if self.exchange.keeps_replicas_equal:
+            return self.context.all_reduce(torch.cat([own, rest])).tolist()
+        # no message tells the other replicas
+        flags = rest.new_zeros(self.context.world_size)
+        flags[self.context.rank] = float(self.exchange.local_nonfinite)
+        totals: list[float] = self.context.all_reduce(torch.cat([own, rest, flags])).tolist()
+        self.exchange.nonfinite_ranks = tuple(rank for rank, flag in enumerate(totals[5:]) if flag)
+        return totals[:5]
 
     def _run_passes(self, batches: Sequence[Batch], scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes of all micro-batches, and the exchange; return loss sum and norm."""
