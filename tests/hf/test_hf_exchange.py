@@ -243,6 +243,41 @@ def test_resume_without_residuals_raises(tmp_path: Path) -> None:
         second.train(resume_from_checkpoint=True)
 
 
+def stop_at_three(folder: Path, options: dict[str, Any]) -> None:
+    first, callback = trainer(folder, **options)
+    first.add_callback(StopAtThree())
+    first.train()
+    assert callback.exchange is not None
+    residuals = callback.exchange.local_state_dict()["residuals"]
+    torch.save(residuals, folder / f"residuals-{dist.get_rank()}.pt")
+
+
+def resume_at_three(folder: Path, options: dict[str, Any]) -> None:
+    """The residuals before step 4 are the mean of those saved, and the training goes on to the end."""
+    second, callback = trainer(folder, **options)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 6
+    assert callback.exchange is not None
+    saved = [torch.load(path) for path in sorted(folder.glob("residuals-*.pt"))]
+    callback._load_state(callback._read_state(folder / "checkpoint-3"))
+    for name, value in callback.exchange.local_state_dict()["residuals"].items():
+        torch.testing.assert_close(value, sum(state[name] for state in saved) / len(saved))
+    if callback.outer is not None:
+        assert callback.outer.steps == 3
+    flat = torch.cat([param.detach().flatten() for param in second.model.parameters()])
+    found = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, flat)
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}], ids=["momentum", "local steps"])
+def test_resume_on_another_number_of_processes(tmp_path: Path, before: int, options: dict[str, Any]) -> None:
+    run(before, stop_at_three, tmp_path, options)
+    run(3 - before, resume_at_three, tmp_path, options)
+
+
 def test_attach_refuses_unsupported_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = trainer(tmp_path)
     with pytest.raises(UserError, match="topk must be at most"):

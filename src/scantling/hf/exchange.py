@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from scantling.comm import DeMo, LocalSteps, MomentumExchange, average_buffers
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.comm.local_steps import OuterOptimizer, outer_exchange
-from scantling.comm.residuals import check_state_keys
+from scantling.comm.residuals import check_state_keys, merge_local_states
 from scantling.comm.transport.shards import all_finite
 from scantling.distributed.context import DistContext
 from scantling.distributed.folders import detect_shared_folders
@@ -65,13 +65,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             self.exchange = outer_exchange("sparseloco", groups, **self._options)
             self.outer = OuterOptimizer(self.exchange, **self._outer_options)
         if state.global_step and self.checkpoint is not None:
-            file = self.checkpoint / FILE.format(self.exchange.replicas.rank)
-            if not file.is_file():
-                raise UserError(
-                    f"{file} is missing, which holds the residuals of this process. Resume with the same number of "
-                    "processes as wrote the checkpoint"
-                )
-            self._load_state(torch.load(file, weights_only=True, map_location="cpu"))
+            self._load_state(self._read_state(self.checkpoint))
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
         """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
@@ -93,6 +87,42 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         if self.outer is not None:
             state["steps"], state["optimizer"] = self.outer.steps, self._trainer.optimizer.state_dict()
         return state
+
+    def _read_state(self, folder: Path) -> dict[str, Any]:
+        """Return the state of this process; of another number of processes, the mean of their residuals.
+
+        With local steps, process i takes the optimizer state of process i modulo the saved number.
+
+        Raises:
+            UserError: a file is missing.
+        """
+        assert self.exchange is not None
+        replicas = self.exchange.replicas
+        files = {int(path.stem.rpartition("rank")[2]): path for path in folder.glob(FILE.format("*"))}
+
+        def read(rank: int) -> dict[str, Any]:
+            if rank not in files:
+                raise UserError(
+                    f"{folder / FILE.format(rank)} is missing, which holds the residuals of process {rank}; copy it "
+                    "there from the machine that wrote it"
+                )
+            state: dict[str, Any] = torch.load(files[rank], weights_only=True, map_location="cpu")
+            return state
+
+        own = read(replicas.rank if replicas.rank in files or not files else min(files))
+        saved = own["local"]["world_size"]
+        if saved == replicas.world_size:
+            return own if own["local"]["rank"] == replicas.rank else read(replicas.rank)
+        states = [read(rank) for rank in range(saved)]
+        if replicas.rank == 0:
+            logger.warning(
+                "%s was saved by %d processes, now %d: the exchange starts from the mean of the residuals of %d",
+                folder,
+                saved,
+                replicas.world_size,
+                saved,
+            )
+        return {**states[replicas.rank % saved], "local": merge_local_states([state["local"] for state in states])}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         assert self.exchange is not None
@@ -199,7 +229,8 @@ def attach(
     Raises:
         UserError: FSDP or DeepSpeed, fp16, `overlap`, options out of range, an optimizer that exchanges too, or a
             second call. When training begins: several processes without DistributedDataParallel, or missing residuals
-            of a process in the checkpoint to resume from.
+            of a process in the checkpoint to resume from. Of a checkpoint of another number of processes, all residuals
+            are needed, and their mean is taken.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
