@@ -60,6 +60,14 @@ class GradientExchange:
         """
         return 0
 
+    @property
+    def is_synchronized(self) -> bool:
+        """True if all replicas have the same weights now."""
+        return True
+
+    def adopt_weights(self) -> None:
+        """Take the weights of this replica, which are equal on all of them, as the common ones."""
+
     def common_weights(self) -> AbstractContextManager[None]:
         """Return a context in which all replicas have the same weights, those of the last exchange."""
         return nullcontext()

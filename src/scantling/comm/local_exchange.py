@@ -47,6 +47,10 @@ class LocalStepsExchange(GradientExchange):
         self._bad: list[str] = []
 
     @property
+    def is_synchronized(self) -> bool:
+        return self.outer.is_synchronized
+
+    @property
     def outer(self) -> OuterOptimizer:
         """The optimizer of the common parameters."""
         if self._outer is None:
@@ -61,12 +65,16 @@ class LocalStepsExchange(GradientExchange):
         return f"{exchange}\n  exchange by {by} among {exchange.replicas.world_size} processes {every}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        if self._outer is None:
-            groups = exchange_groups(model, self.options)
-            exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
-            exchange.announces = False  # the loop prints `describe`
-            self._outer, self._model = OuterOptimizer(exchange, **self._outer_options), model
-            self._keep_buffers()
+        groups = exchange_groups(model, self.options)
+        exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
+        exchange.announces = False  # the loop prints `describe`
+        outer = OuterOptimizer(exchange, **self._outer_options)
+        if self._outer is not None:  # parameters have new shapes
+            exchange.transfer_state(self._outer.exchange)
+            outer.steps = self._outer.steps
+            outer.outer.load_state_dict(self._outer.outer.state_dict())
+        self._outer, self._model = outer, model
+        self._keep_buffers()
         return model
 
     def exchange(self) -> None:
@@ -96,6 +104,19 @@ class LocalStepsExchange(GradientExchange):
             self.wire_bytes = self.outer.wire_bytes + average_buffers(self._model)
             self._keep_buffers()
         return self.wire_bytes
+
+    def adopt_weights(self) -> None:
+        for param, anchor in zip(self._named_parameters().values(), self.outer.anchors, strict=True):
+            anchor.copy_(to_local(param))
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        outer = self.outer
+        outer.exchange.slice_state(param, dim, index)
+        number = next(number for number, each in enumerate(self._named_parameters().values()) if each is param)
+        outer.anchors[number] = outer.anchors[number].index_select(dim, index)
+        state = outer.outer.state.get(param, {})
+        if state.get("momentum_buffer") is not None:
+            state["momentum_buffer"] = state["momentum_buffer"].index_select(dim, index)
 
     def _keep_buffers(self) -> None:
         self._common_buffers = {name: value.clone() for name, value in averaged_buffers(self._model).items()}

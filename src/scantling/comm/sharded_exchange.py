@@ -147,6 +147,13 @@ class ShardedExchange(GradientExchange):
         self.wire_bytes += sent
         return sent
 
+    @property
+    def is_synchronized(self) -> bool:
+        return self._between.is_synchronized
+
+    def adopt_weights(self) -> None:
+        self._between.adopt_weights()
+
     def common_weights(self) -> AbstractContextManager[None]:
         return self._between.common_weights()
 

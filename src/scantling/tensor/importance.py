@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -83,6 +84,14 @@ class Importance:
         squares = torch.where(torch.isfinite(squares), squares, previous)
         # I_j without the factor d_j^2, which `scores` multiplies. If all gradients are 0, they were freed: no change.
         self._squares = torch.where(squares.any(), previous.lerp(squares, 1.0 - self._memory), previous)
+
+    def average(self) -> None:
+        """Replace the mean squares by their mean over all processes. Collective: one all-reduce."""
+        squares = torch.zeros_like(torch.cat(self._gates)) if self._squares is None else self._squares
+        # A copy, since the all-reduce writes in place.
+        squares = squares.clone()
+        dist.all_reduce(squares)
+        self._squares = squares / dist.get_world_size()
 
     def scores(self, gate_values: Tensor) -> Tensor | None:
         """Return the importance of all ranks at these values of the gates, (ranks of all bonds); None before any step.

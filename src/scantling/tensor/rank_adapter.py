@@ -15,6 +15,7 @@ from math import inf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scantling.errors import UserError
@@ -94,6 +95,7 @@ class RankAdapter:
                     f"another RankAdapter is attached to '{name}'; call its finish() or detach() before this one"
                 )
         self.step = 0
+        self.waits_for_replicas = False
         # `weight` is lazy, so its size costs nothing.
         self._dense_numel = sum(layer.weight.numel() for layer in self.layers.values())
         # If anything below fails, layers without gates must have none again.
@@ -199,8 +201,32 @@ class RankAdapter:
         if not self._budget.rank_gates:
             return
         self.step += 1
-        self._schedule.after_step(self.step)
+        self._schedule.count_step(self.step)
+        if not self.waits_for_replicas and self._schedule.is_due(self.step):
+            self._schedule.change_ranks(self.step)
         self._detector.begin()
+
+    @torch.no_grad()
+    def change_ranks_together(self) -> None:
+        """Change the ranks of replicas that have taken local steps, and whose parameters are equal again.
+
+        Collective: one all-reduce of the importance, one number for each rank.
+        """
+        importance = self._schedule.importance
+        if importance is not None and dist.is_available() and dist.is_initialized():
+            importance.average()
+        if self._budget.rank_gates:
+            self._schedule.change_ranks(self.step)
+        self._detector.sync_versions()
+
+    def importance_values(self) -> list[float] | None:
+        """Return the importance of the ranks in the steps of this replica, as plain values."""
+        return None if self._schedule.importance is None else self._schedule.importance.values()
+
+    def load_importance_values(self, values: list[float] | None) -> None:
+        """Load what `importance_values` returned, after `load_state_dict`."""
+        if self._schedule.importance is not None:
+            self._schedule.importance.load_values(values)
 
     def _follow(self) -> None:
         """Refresh if the model has moved to another device."""

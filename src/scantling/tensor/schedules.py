@@ -83,13 +83,19 @@ class Schedule(nn.Module):
         if self._final_mask is not None:
             self._final_mask = self._active_mask()
 
-    def after_step(self, step: int) -> None:
+    def count_step(self, step: int) -> None:
+        """Read the gradients and losses of step number `step`."""
+
+    def is_due(self, step: int) -> bool:
+        """True if the ranks may change after this step."""
+        return step % self.options.interval == 0 or step >= self.options.steps
+
+    def change_ranks(self, step: int) -> None:
         """Change the ranks after step number `step`."""
-        if step % self.options.interval == 0 or step >= self.options.steps:
-            if self.has_ended(step):
-                self._end()
-            else:
-                self._update_ranks(step)
+        if self.has_ended(step):
+            self._end()
+        else:
+            self._update_ranks(step)
 
     def has_ended(self, step: int) -> bool:
         """True if the size is held at the target from this step on."""
@@ -196,9 +202,8 @@ class ImportanceSchedule(Schedule):
     def objective(self, task_loss: Tensor, share: float) -> Tensor:
         return task_loss + share * self._norm()
 
-    def after_step(self, step: int) -> None:
+    def count_step(self, step: int) -> None:
         self._importance.update()
-        super().after_step(step)
 
     def refresh(self) -> None:
         super().refresh()
@@ -292,12 +297,11 @@ class PaperSchedule(Schedule):
         if self._early_steps == 0 and not self._is_late:
             self._update_mean_loss(task_loss.detach() / share, 0)
 
-    def after_step(self, step: int) -> None:
+    def count_step(self, step: int) -> None:
         # The mean over all passes since the last step, including those of skipped steps.
         self._update_mean_loss(self.recent_loss / self.recent_share, step)
         self.recent_loss.zero_()
         self.recent_share.zero_()
-        super().after_step(step)
 
     def load_values(self, values: dict[str, Any]) -> None:
         super().load_values(values)

@@ -28,10 +28,13 @@ LOCAL = {
     "outer_lr": 1.3,
 }
 CAME = {"name": "came", "lr": 3e-3, "betas": [0.9, 0.95, 0.995], "debias": True, "momentum": "int8"}
+TARGET = {"rank": 4, "size_target": 0.6, "truncate_every": 2, "adapt": 5}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (2, {"optim": {"name": "adamw"}}),
     "diloco, came": (2, {"comm": {"name": "diloco", "sync_every": 3}, "optim": CAME}),
     "tensor, int8 products": (2, {"tensor": {"rank": 4}, "precision": {"weights": "int8", "activations": "int8"}}),
+    "size target": (2, {"tensor": TARGET}),
+    "sharded size target": (4, {"tensor": {**TARGET, "rank": {"*mlp*": 4}}, "parallel": {"shard": 2}}),
     "sharded": (4, {"parallel": {"shard": 2}}),
     "sharded came": (4, {"parallel": {"shard": 2}, "optim": CAME}),
 }
@@ -99,6 +102,16 @@ def test_one_replica_takes_the_steps_of_its_own_optimizer(tmp_path: Path) -> Non
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> None:
+    """Due after steps 2, 4 and 5, they are removed after the exchanges of steps 3 and 6."""
+    run_dir = run(recipe_of(tmp_path, tensor=TARGET), tmp_path, "run", processes)
+    sizes = [record["tensor_parameters"] for record in records(run_dir)]
+    assert len({*sizes[:2]}) == len({*sizes[3:5]}) == len({*sizes[5:]}) == 1
+    assert sizes[0] > sizes[3] > sizes[5]
+    assert sizes[-1] <= 0.6 * sizes[0] * 1.02
+
+
 def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None})
     straight = run(recipe, tmp_path, "run", 2)
@@ -133,7 +146,6 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "local_steps", "delay": 1}}, "comm.delay: has no effect here"),
         ({"comm": {"name": "demo", "outer_lr": 0.5}}, "comm.outer_lr: has an effect with comm.name: local_steps or"),
         ({"comm": {"outer_momentum": 0.5}}, "comm.outer_momentum: has an effect with comm.name: local_steps or"),
-        ({"comm": LOCAL, "tensor": {"rank": 4, "size_target": 0.5}}, "tensor.size_target: removes ranks by gradients"),
         ({"comm": LOCAL, "optim": CAME, "precision": {"parameters": "bf16"}}, "would round the outer step"),
         ({"comm": LOCAL, "train": {"graph": True}}, "train.graph: cannot capture an exchange"),
     ],

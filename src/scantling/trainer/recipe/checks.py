@@ -415,15 +415,12 @@ def _check_comm(content: Content) -> Iterator[Fault]:
 
 
 def _check_local_steps(content: Content) -> Iterator[Fault]:
-    comm, precision, tensor = (get_section(content, name) for name in ("comm", "precision", "tensor"))
+    comm, precision = (get_section(content, name) for name in ("comm", "precision"))
     name = comm["name"]
     unused = ("delay", "overlap", *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):
             yield Fault(f"comm.{key}", "has no effect here; leave it out", f"comm.name: {name}")
-    if tensor.get("size_target") is not None:
-        problem = "removes ranks by gradients, which differ between replicas in local steps; take another comm.name"
-        yield Fault("tensor.size_target", problem, f"comm.name: {name}")
     if precision.get("parameters") == "bf16":
         problem = "would round the outer step to the nearest bf16, which loses small changes; set fp32"
         yield Fault("precision.parameters", problem, f"comm.name: {name}")

@@ -187,6 +187,7 @@ def build_tensor_training(recipe: Recipe) -> TensorTraining:
         steps=recipe.train.steps,
         core_bytes=None if recipe.tensor is None else core_bytes(recipe),
         merges=not recipe.optim.release_gradients,
+        waits_for_replicas=not recipe.comm.keeps_replicas_equal,
     )
 
 

@@ -200,9 +200,11 @@ def _sharded_state(
     return targets
 
 
-def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistContext) -> State:
+def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistContext, tensor: TensorTraining) -> State:
     """Return the exchange's state of each replica, under keys of its number. Collective: a gather of JSON values."""
     own = exchange.state_dict()
+    if of_ranks := tensor.replica_values():
+        own["tensor"] = of_ranks
     params = dict(model.named_parameters())
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
     # a key is the name of a parameter, or `<kind>/<name>`
@@ -213,7 +215,13 @@ def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistCo
     return state
 
 
-def load_exchange(exchange: GradientExchange, model: nn.Module, checkpoint: Checkpoint, context: DistContext) -> None:
+def load_exchange(
+    exchange: GradientExchange,
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    context: DistContext,
+    tensor: TensorTraining,
+) -> None:
     """Restore the exchange's state of this replica; with another number of replicas, the mean over the saved ones.
 
     Collectives: those of `_rank_tensors`.
@@ -232,7 +240,12 @@ def load_exchange(exchange: GradientExchange, model: nn.Module, checkpoint: Chec
         )
     saved = list(by_rank.values())
     tensors = saved[0] if len(saved) == 1 else mean_of_tensors(saved)
-    exchange.load_state_dict({**tensors, **values[str(ranks[0])]})
+    # of other replicas, the importance of ranks cannot be averaged alone: it belongs to their optimizer states
+    of_ranks = values[str(context.replica % len(values))].get("tensor", {})
+    exchange.load_state_dict(
+        {**tensors, **{key: each for key, each in values[str(ranks[0])].items() if key != "tensor"}}
+    )
+    tensor.load_replica_values(of_ranks)
 
 
 def _rank_tensors(

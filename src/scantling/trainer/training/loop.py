@@ -269,7 +269,7 @@ class Loop:
         )
         exchange = self.stepper.exchange
         # before the common weights, because it has the weights of this replica
-        of_exchange = exchange_state(exchange, self.model, self.context)
+        of_exchange = exchange_state(exchange, self.model, self.context, self.stepper.tensor)
         with exchange.common_weights():
             state = merge_states(
                 model_state(self.model),
@@ -310,7 +310,7 @@ class Loop:
         self.context.run_on_all(load)  # each rank names the files that it misses
         if self._replicas is not None:
             load_own_optimizer(self.stepper.optimizer, self.model, checkpoint, self.context)
-        load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
+        load_exchange(self.stepper.exchange, self.model, checkpoint, self.context, self.stepper.tensor)
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal
         self.batches.load_state_dict(values["data"])

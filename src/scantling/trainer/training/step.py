@@ -218,7 +218,7 @@ class Stepper:
     def reshape(self, batch: Batch) -> None:
         """Update exchange and graphs after parameters changed their shapes. Collectives: those of `rehearse`."""
         self.reset_graphs()
-        if self.context.world_size > 1:
+        if self.context.world_size > 1 or not self.exchange.keeps_replicas_equal:
             self.forward_model = self.exchange.prepare(self.model)
             self.rehearse(batch)
 

@@ -26,12 +26,20 @@ class TensorTraining:
         steps: length of the run.
         core_bytes: bytes that training keeps for a core, see `RankAdapter`.
         merges: False if gradients are released, because release counts the passes of each parameter.
+        waits_for_replicas: True for replicas that take local steps: ranks change after their exchanges.
     """
 
     def __init__(
-        self, section: TensorSection | None, *, steps: int, core_bytes: CoreBytes | None = None, merges: bool = True
+        self,
+        section: TensorSection | None,
+        *,
+        steps: int,
+        core_bytes: CoreBytes | None = None,
+        merges: bool = True,
+        waits_for_replicas: bool = False,
     ) -> None:
         self._section, self._steps, self._core_bytes, self._merges = section, steps, core_bytes, merges
+        self._waits_for_replicas, self._is_removal_due = waits_for_replicas, False
         self.adapter: RankAdapter | None = None
         self._recorded: dict[str, tuple[int, ...]] | None = None
         self._is_resumed = False
@@ -41,6 +49,7 @@ class TensorTraining:
         if self._section is not None and self._section.size_target is not None:
             options = self._section.rank_options(self._steps)
             self.adapter = RankAdapter(model, core_bytes=self._core_bytes, **options)
+            self.adapter.waits_for_replicas = self._waits_for_replicas
 
     def detach(self) -> None:
         """Remove pruned ranks and the rank gates; the outputs of the model stay the same."""
@@ -80,8 +89,15 @@ class TensorTraining:
         last = adapter.options.steps  # ranks are fixed after it
         # removal is due at the last adaptive step, every `truncate_every` steps before it, and at the end
         due = adapter.step == last or (adapter.step < last and step % self._section.truncate_every == 0)
-        if not (due or step == self._steps):
+        self._is_removal_due |= due or step == self._steps
+        if not exchange.is_synchronized:
             return False
+        if adapter.waits_for_replicas:
+            adapter.change_ranks_together()
+            exchange.adopt_weights()
+        if not self._is_removal_due:
+            return False
+        self._is_removal_due = False
         return adapter.truncate(optimizer, exchange) > 0
 
     def metrics(self) -> dict[str, Any]:
@@ -97,6 +113,17 @@ class TensorTraining:
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.adapter is None else self.adapter.state_dict()
+
+    def replica_values(self) -> dict[str, Any]:
+        """Return the part of the state that differs between replicas in local steps, as JSON values."""
+        if self.adapter is None or not self._waits_for_replicas:
+            return {}
+        return {"importance": self.adapter.importance_values(), "is_removal_due": self._is_removal_due}
+
+    def load_replica_values(self, values: dict[str, Any]) -> None:
+        if self.adapter is not None and values:
+            self.adapter.load_importance_values(values["importance"])
+            self._is_removal_due = values["is_removal_due"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.adapter is not None:
