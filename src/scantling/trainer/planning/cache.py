@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class PlanCache:
-    """Results of traces and of optimizer steps, by what they depend on.
+    """Results of traces and of optimizer steps, by the settings they depend on.
 
     Attributes:
         num_traces: number of traces.

@@ -1,12 +1,12 @@
-"""Search for changes of a recipe whose plan fits a memory limit, in bounded time.
+"""Search for changes of a recipe that let its plan fit a memory limit, in bounded time.
 
 Each change is one that a user would make, and each that is reported was planned. The search tries every change alone,
 those first that change only time and memory. If none fits alone, it adds them up in the same order, finds the shortest
 beginning of this list that fits, and leaves out changes that are not needed then. More GPUs come last.
 
-Plans share a cache, so that only changes of the passes are traced again. A change is not traced if what it holds
-exceeds the limit, or if it cannot save enough. The search takes `MOST_TRACES` traces, and starts none that would end
-after `LIMIT_S`, or after `ENOUGH_S` if something fits.
+Plans share a cache, so that only changes of the passes are traced again. A change is not traced if weights, gradients
+and optimizer state alone exceed the limit, or if it cannot save enough. The search takes `MOST_TRACES` traces, and
+starts none that would end after `LIMIT_S`, or after `ENOUGH_S` if something fits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Search:
     """Result of a search.
 
     Attributes:
-        suggestions: changes whose plan fits, those with the least cost in time and quality first.
+        suggestions: changes that fit by their plan, ordered by cost in time and quality, cheapest first.
         least: the change that needs the least memory, whether it fits or not; None if nothing was planned.
         largest_micro_batch_size: the largest that fits without another change; None if none was found.
     """
@@ -92,7 +92,7 @@ class _Change:
     """Settings that go together.
 
     Attributes:
-        kind: changes of one kind replace each other, and of those that fit one is enough.
+        kind: changes of one kind replace each other, and the first that fits is enough.
         settings: values by dotted key.
         world_size: number of processes.
         least: a lower bound of the peak with this change alone, without a plan; 0 if unknown.
@@ -392,7 +392,7 @@ def change_recipe(recipe: Recipe, settings: Settings) -> tuple[Recipe, tuple[str
 
 
 def list_changes(run: ResolvedRun, planned: Plan) -> list[_Change]:
-    """Return changes that may save memory, those with the least cost in time and quality first.
+    """Return changes that may save memory, ordered by cost in time and quality, cheapest first.
 
     The list may contain changes that the recipe refuses.
     """
@@ -445,7 +445,7 @@ def list_changes(run: ResolvedRun, planned: Plan) -> list[_Change]:
         clip = {} if train.clip is None else {"train.clip": None}
         add("release", {"optim.release_gradients": True, **clip}, least=without(planned.gradient_bytes))
     # 4. more hardware; on a CPU, processes of one machine share its memory
-    for factor in (2, 4, 8, 16, 32) if run.device == "cuda" else ():
+    for factor in (2, 4, 8) if run.device == "cuda" else ():
         more = {"parallel.shard": shards * factor, **one_replica}
         add("shard", more, least=peak // (shards * factor), processes=world_size * factor)
     return changes

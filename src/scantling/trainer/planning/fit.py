@@ -50,7 +50,7 @@ class Fit:
 
     @property
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """Changes of the recipe that fit, by their own plans, those with the least cost first."""
+        """Changes of the recipe that fit by their own plans, cheapest first."""
         return () if self.search is None else self.search.suggestions
 
     @property
