@@ -16,6 +16,7 @@ from scantling.groups import param_groups
 from scantling.optim import (
     CAME,
     ParameterSpec,
+    _eager,
     build_optimizer,
     came_state_bytes,
     optimizer_names,
@@ -112,6 +113,19 @@ def test_scratch_of_came_is_bounded() -> None:
     assert predicted_temporary_bytes("came", [tall, wide]) == pytest.approx(on_cpu + 4 * 2 * 50_000, abs=small)
     half = [tall._replace(dtype=torch.bfloat16)]
     assert predicted_temporary_bytes("came", half) <= on_cpu + 4 * CPU_TILE
+
+
+@pytest.mark.parametrize("momentum", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_scratch_of_one_tile_per_shape_is_that_of_all_tiles(
+    momentum: str, rounding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(3001, 777), (5000, 128), (9, 700, 300), (4096,)]  # some with a shorter last tile
+    specs = [ParameterSpec(shape, torch.bfloat16) for shape in shapes]
+    options = {"momentum": momentum, "rounding": rounding, "debias": True}
+    few = predicted_temporary_bytes("came", specs, **options)
+    monkeypatch.setattr(_eager, "distinct_tiles", lambda tiles: tiles)
+    assert predicted_temporary_bytes("came", specs, **options) == few
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])

@@ -185,12 +185,15 @@ def plan(recipe: str, settings: Sequence[str], *, world_size: int | None, device
     checked = load_recipe(recipe, settings)
     with busy(LOADING):
         from scantling.trainer.planning.fit import check_fit
-        from scantling.trainer.planning.plan import plan as make_plan
+        from scantling.trainer.planning.plan import plan_run, planned_device
+        from scantling.trainer.planning.resolve import resolve_run
         from scantling.trainer.training.run_dir import RunDir
     processes, kind = RunDir(Path(recipe)).read_world() if Path(recipe).is_dir() else (1, "auto")
     with busy("planning"):
-        made = make_plan(checked, world_size=world_size or processes, device=device or kind)
-        fit = check_fit(checked, made)
+        kind = planned_device(checked, device or kind)
+        run = resolve_run(checked, world_size=world_size or processes, device=kind)
+        made = plan_run(run)
+        fit = check_fit(run, made)
     if as_json:
         print_json({**made.to_dict(), "machine": fit.to_dict()})
     else:

@@ -78,12 +78,12 @@ def _largest_run(chosen: Sequence[Case]) -> tuple[str, Fit]:
         return case.recipe.micro_batch_size() * case.recipe.data.longest
 
     heavy = {id(case): case for case in (max(chosen, key=lambda each: each.num_parameters), max(chosen, key=tokens))}
-    plans = [
-        (silent_plan(resolve_run(case.recipe, world_size=1, device=planned_device(case.recipe))), case)
-        for case in heavy.values()
-    ]
-    planned, case = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
-    return case.label, check_fit(case.recipe, planned)
+    plans = []
+    for case in heavy.values():
+        run = resolve_run(case.recipe, world_size=1, device=planned_device(case.recipe))
+        plans.append((silent_plan(run), run, case.label))
+    planned, run, label = max(plans, key=lambda each: each[0].peak_memory_bytes or 0)
+    return label, check_fit(run, planned)
 
 
 def _data_problems(chosen: Sequence[Case]) -> list[str]:

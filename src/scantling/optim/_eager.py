@@ -74,13 +74,24 @@ def param_stages(step: ParamStep, *, tile: int | None = None) -> ParamStages:
         step: the parameter; its value, momentum and statistics change in place.
         tile: elements of a tile. Default: one that suits the device.
     """
+    return _stages(step, tile)
+
+
+def step_param(step: ParamStep) -> None:
+    """Take the step of a parameter that is not sharded, see `param_stages`."""
+    run_stages(_stages(step, None))
+
+
+def step_distinct_tiles(step: ParamStep, *, tile: int) -> None:
+    """Take the step of a parameter on the meta device over one tile of each shape, which need the most scratch."""
+    stages = _stages(step, tile)
+    stages.tiles = distinct_tiles(stages.tiles)
+    run_stages(stages)
+
+
+def _stages(step: ParamStep, tile: int | None) -> _FactoredStages | _FullStages:
     tile = tile or (CPU_TILE if step.param.device.type == "cpu" else DEVICE_TILE)
     return _FullStages(step, tile) if step.view is None else _FactoredStages(step, step.view, tile)
-
-
-def step_param(step: ParamStep, *, tile: int | None = None) -> None:
-    """Take the step of a parameter that is not sharded, see `param_stages`."""
-    run_stages(param_stages(step, tile=tile))
 
 
 def run_stages(stages: Any) -> None:
@@ -97,7 +108,7 @@ class _FactoredStages:
     def __init__(self, step: ParamStep, view: MatrixDims, tile_limit: int) -> None:
         self._step, self._view = step, view
         self._momentum = _Momentum(step, view)
-        self._tiles = split_tiles(tuple(step.param.shape), tile_limit, self._momentum.depth)
+        self.tiles = split_tiles(tuple(step.param.shape), tile_limit, self._momentum.depth)
         num_rows, num_cols = (prod(step.plan.shape[dim] for dim in dims) for dims in view)
         self._num_rows, self._num_cols = num_rows, num_cols
         self._grand_mean: Tensor | None = None
@@ -108,7 +119,7 @@ class _FactoredStages:
         self._begin_means(row, col, step.hyper.beta2, step.hyper.eps1)
         # Divided by the sides of the whole matrix: partial sums of tiles and ranks add up to means.
         weights = self._weights(1.0 - step.hyper.beta2)
-        for tile in self._tiles:
+        for tile in self.tiles:
             # Sums run along both sides, so bound the squares for the longer one.
             squares = squared(tile_view(step.grad, tile), step.dtype, max(self._num_rows, self._num_cols))
             add_means(squares, tile_view(row, tile), tile_view(col, tile), self._view, weights)
@@ -125,7 +136,7 @@ class _FactoredStages:
             self._b.mul_(step.correction(hyper.beta2).sqrt_())
         # Summed over all tiles and matrices: (4) clips by the RMS of the whole tensor.
         self._total = step.scalar(0.0)
-        for tile in self._tiles:
+        for tile in self.tiles:
             self._total.add_(square_sum(self._whitened(tile)))
         return [(self._total, step.plan.groups(range(step.param.ndim)))]
 
@@ -142,7 +153,7 @@ class _FactoredStages:
         self._begin_means(row, col, hyper.beta3, hyper.eps2)
         # `update_momentum` returns (u - m) / beta1: its square lacks the factor beta1^2.
         weights = self._weights(hyper.beta1**2 * (1.0 - hyper.beta3))
-        for tile in self._tiles:
+        for tile in self.tiles:
             # (R, C), with the clip and the sign, which are in a
             clipped = self._whitened(tile)
             add_means(
@@ -169,7 +180,7 @@ class _FactoredStages:
         # `scale` gives only device and dtype: the decay has no bias correction.
         decay = hyper.decay(scale)
         momentum, weight = self._momentum, _Weight(step)
-        for tile in self._tiles:
+        for tile in self.tiles:
             if hyper.momentum is None:
                 m = self._whitened(tile)
             else:
@@ -235,7 +246,7 @@ class _FullStages:
     def __init__(self, step: ParamStep, tile_limit: int) -> None:
         self._step = step
         self._moment = step.state["exp_avg_sq"]
-        self._tiles = split_tiles(tuple(step.param.shape), tile_limit, step.param.ndim)
+        self.tiles = split_tiles(tuple(step.param.shape), tile_limit, step.param.ndim)
 
     def accumulate(self) -> list[PartialSum]:
         return []
@@ -246,7 +257,7 @@ class _FullStages:
         # v <- beta2 v + (1 - beta2)(g^2 + e1), u = g / sqrt(v)
         begin_mean(self._moment, hyper.beta2, hyper.eps1)
         self._total = step.scalar(0.0)
-        for tile in self._tiles:
+        for tile in self.tiles:
             v = tile_view(self._moment, tile)
             v.add_(squared(tile_view(step.grad, tile), step.dtype), alpha=1.0 - hyper.beta2)
             self._total.add_(square_sum(v.rsqrt().mul_(tile_view(step.grad, tile))))
@@ -263,7 +274,7 @@ class _FullStages:
             scale.div_(step.correction(hyper.beta1))
         decay = hyper.decay(self._moment)
         weight = _Weight(step)
-        for tile in self._tiles:
+        for tile in self.tiles:
             if hyper.momentum is None:
                 m = self._whitened(tile, factor)
             else:
@@ -383,6 +394,11 @@ def split_tiles(shape: tuple[int, ...], limit: int, depth: int) -> tuple[Tile, .
         if length > 1:
             break
     return tuple(product(*slices))
+
+
+def distinct_tiles(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """Return the first tile of each shape."""
+    return tuple({tuple(part.stop - part.start for part in tile): tile for tile in reversed(tiles)}.values())
 
 
 def tile_view(tensor: Tensor, tile: Tile) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from scantling.groups import MatrixDims
 from scantling.numerics.torch_private import TorchDispatchMode, storage_key
 from scantling.optim import _cpu, _triton
-from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step_param
+from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step_distinct_tiles
 from scantling.optim.came import CAME
 from scantling.optim.registry import build_unwarned, optimizer_options
 from scantling.optim.sharding import local_tensor
@@ -44,12 +44,15 @@ _MOMENTUM = ("betas", "momentum")
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes on this rank of the storages of an optimizer's state, each counted once."""
+    return _storage_bytes(value for state in optimizer.state.values() for value in state.values())
+
+
+def _storage_bytes(values: Iterable[Any]) -> int:
     storages = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                storage = local_tensor(value).untyped_storage()
-                storages[storage_key(storage)] = storage.nbytes()
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = local_tensor(value).untyped_storage()
+            storages[storage_key(storage)] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -72,11 +75,19 @@ def predicted_state_bytes(name: str, layout: Layout, **options: Any) -> int | No
         return optimizer.state_bytes()
     if name.lower() == "adafactor":  # its step reads values, which meta tensors do not have
         return sum(_adafactor_state_bytes(spec) for spec in specs)
+    # Parameters of one shape, dtype and group have the same state: step one of each kind.
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            kinds.setdefault((tuple(param.shape), param.dtype, param.requires_grad, id(group)), []).append(param)
+    for _, *others in kinds.values():
+        for param in others:
+            param.grad = None
     try:
         optimizer.step()
     except (RuntimeError, NotImplementedError):
         return None
-    return state_bytes(optimizer)
+    return sum(len(params) * _storage_bytes(optimizer.state.get(params[0], {}).values()) for params in kinds.values())
 
 
 def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = False, **options: Any) -> int:
@@ -161,7 +172,7 @@ def _came_temporary_bytes(optimizer: CAME, tile: int) -> int:
         compiled = _triton.scratch_bytes([step for step, members in pairs for _ in members])
     with torch.no_grad(), ScratchMeter(optimizer) as meter:
         for step in steps:
-            step_param(step, tile=tile)
+            step_distinct_tiles(step, tile=tile)
     return max(int(meter.peak), compiled)
 
 

@@ -109,6 +109,16 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"comm": {"name": "demo", "topk": 17, "chunk": 4}}, "comm.topk", "at most chunk^2 = 16"),
         ({"comm": {"name": "demo"}, "precision": {"compute": "fp16"}}, "comm.name", "set precision.compute: bf16"),
         ({"comm": {"name": "demo"}, "train": {"steps": 3, "batch_size": 2, "graph": True}}, "train.graph", "exchange"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor", "needs pretrained weights, works with neither TT layers nor"),
+        ({"parallel": {"tensor": 2, "shard": 2}}, "parallel.tensor", "divides rows twice under parallel.shard"),
+        ({"parallel": {"tensor": 0}}, "parallel.tensor", "greater than or equal to 1"),
+        ({"precision": {"parameters": "bf16"}}, "precision.parameters", "rounds to the nearest; set optim.name: came"),
+        ({"precision": {"parameters": "bf16"}}, "precision.parameters", "given optim.name: adamw, the default"),
+        (
+            {"optim": {"name": "adamw"}, "precision": {"parameters": "bf16", "rounding": "compensated"}},
+            "precision.parameters",
+            "steps smaller than half the last bit",
+        ),
         ({"optim": RELEASE}, "optim.release_gradients", "set train.clip: null"),
         ({"optim": RELEASE}, "optim.release_gradients", "given train.clip: 1.0, the default"),
         ({"optim": RELEASE, "train": {"clip": 0.5}}, "optim.release_gradients", "given train.clip: 0.5"),
@@ -133,6 +143,7 @@ def test_impossible_combinations(sections: dict[str, Any], path: str, text: str)
         {"train": {"schedule": "wsd", "warmup": 0.7, "decay": 0.3}},
         {"train": {"schedule": "wsd", "warmup": 0, "decay": 1.0}},
         {"data": {"corpus": None, "text": "a.txt", "validation": "b.txt", "heldout": 0}, "train": {"eval_every": 5}},
+        {"parallel": {"tensor": 1, "shard": 2}},
     ],
 )
 def test_boundary_combinations_are_accepted(sections: dict[str, Any]) -> None:

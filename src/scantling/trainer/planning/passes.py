@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from scantling.errors import UserError
 from scantling.numerics.device import autocast
-from scantling.trainer.models.costs import forward_flops, no_packed_documents, trace_step
+from scantling.trainer.models.costs import Trace, forward_flops, no_packed_documents, trace_step
+from scantling.trainer.planning.cache import recipe_key
 from scantling.trainer.planning.resolve import ResolvedRun
 
 
@@ -34,7 +36,13 @@ class Passes:
 
 
 def plan_passes(
-    run: ResolvedRun, model: Any, *, step_bytes: int | None = None, gathered: int = 0, held: int | None = None
+    run: ResolvedRun,
+    model: Any,
+    *,
+    step_bytes: int | None = None,
+    gathered: int = 0,
+    held: int | None = None,
+    may_trace: bool = True,
 ) -> Passes:
     """Trace one micro-batch through the model, without allocating memory.
 
@@ -47,6 +55,7 @@ def plan_passes(
         step_bytes: temporary memory of one parameter's step, if it runs within the backward pass.
         gathered: memory that a sharded model gathers weights and gradients in.
         held: bytes of the gradients of a sharded model on one process.
+        may_trace: False to leave the memory unknown unless the run's cache has the trace.
     """
     recipe, task, world_size = run.recipe, run.task, run.world_size
     seq_len = recipe.data.seq_len
@@ -63,10 +72,16 @@ def plan_passes(
         with autocast(recipe.precision.autocast(run.device), torch.device("cpu")):
             return task.loss(traced, batch).loss
 
-    try:
+    def trace_passes() -> Trace:
         # transformers would take the fake position ids for packed documents
         with nullcontext() if recipe.data.document_mask else no_packed_documents():
-            trace = trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
+            return trace_step(model, loss, gradients_held=gradients_held, step_bytes=step_bytes)
+
+    key = _trace_key(run, gradients_held=gradients_held, step_bytes=step_bytes)
+    if not may_trace and key not in run.cache:
+        return Passes(from_shapes, None, None, None)
+    try:
+        trace = run.cache.get_trace(key, trace_passes, parts=num_parts(run))
     except UserError as error:
         notes = [f"activations and peak memory are not known: {error}"]
         # only the trace counts the products that checkpointing repeats
@@ -78,3 +93,26 @@ def plan_passes(
     forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
     # the trace leaves out gradients that exist before it
     return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held + gathered)
+
+
+def num_parts(run: ResolvedRun) -> int:
+    """Return the number of parts in which the blocks of a model take the batch that passes it at a time."""
+    recipe, world_size = run.recipe, run.world_size
+    return -(-recipe.pass_size(world_size) // recipe.micro_batch_size(world_size))
+
+
+def _trace_key(run: ResolvedRun, **options: Any) -> Hashable:
+    """Return everything that the trace of a run depends on."""
+    recipe, world_size = run.recipe, run.world_size
+    return (
+        "trace",
+        recipe_key(recipe, "model", "data", "tensor", "precision"),
+        repr(run.sizes),
+        run.device,
+        recipe.train.activation_checkpointing,
+        recipe.train.loss_chunk,
+        recipe.pass_size(world_size),
+        num_parts(run),
+        recipe.micro_batch_size(world_size),
+        *options.items(),
+    )

@@ -210,8 +210,12 @@ def plan(
     return plan_run(resolve_run(recipe, world_size=world_size, device=device, task_data=task_data))
 
 
-def plan_run(run: ResolvedRun) -> Plan:
+def plan_run(run: ResolvedRun, *, may_trace: bool = True) -> Plan:
     """Predict the cost of a resolved run.
+
+    Args:
+        run: the run. Its cache provides what an earlier plan computed.
+        may_trace: False to leave activations and peak unknown if that needs a new trace, which takes seconds.
 
     Raises:
         UserError: the model cannot be built.
@@ -222,6 +226,7 @@ def plan_run(run: ResolvedRun) -> Plan:
     from scantling.trainer.models.build import quiet
     from scantling.trainer.models.checkpointing import checkpoint_activations
     from scantling.trainer.models.sharding import gradient_ratio, shard_groups
+    from scantling.trainer.planning.cache import recipe_key
     from scantling.trainer.planning.memory import (
         building_bytes,
         frees_gradients,
@@ -263,20 +268,33 @@ def plan_run(run: ResolvedRun) -> Plan:
     released = frees_gradients(recipe, world_size=world_size)
     # after a momentum exchange, some groups have no momentum, and less state
     groups = optimizer_groups(recipe, groups)
-    options = recipe.optimizer_options
-    state = predicted_state_bytes(recipe.optim.name, groups, **options)
+    name, options = recipe.optim.name, recipe.optimizer_options
+    state = predicted_state_bytes(name, groups, **options)
     held = None if state is None else weight_bytes + state + residuals
     # the first process of a folder writes all of it
     staged = held if recipe.parallel.async_checkpoint else 0
-    # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
-    of_optimizer = predicted_temporary_bytes(recipe.optim.name, groups, **{"foreach": on_gpu, **options})
+    optimizer_key = (
+        recipe_key(recipe, "model", "data", "tensor", "optim", "comm"),
+        recipe.precision.parameters,
+        shards,
+    )
+
+    def temporaries() -> int:
+        # torch's optimizers step all parameters at once (foreach) on a GPU, which needs more temporary memory
+        return run.cache.get(
+            ("temporary", on_gpu, repr(run.sizes), options.get("rounding"), *optimizer_key),
+            lambda: predicted_temporary_bytes(name, groups, **{"foreach": on_gpu, **options}),
+        )
+
+    of_step = temporaries() if released else 0
     with quiet():
         passes = plan_passes(
             run,
             model,
-            step_bytes=of_optimizer if released and shards == 1 else None,
-            gathered=gathered_bytes(parts, gradient_ratio(recipe)) + (of_optimizer if released and shards > 1 else 0),
+            step_bytes=of_step if released and shards == 1 else None,
+            gathered=gathered_bytes(parts, gradient_ratio(recipe)) + (of_step if shards > 1 else 0),
             held=gradient_bytes if shards > 1 else None,
+            may_trace=may_trace,
         )
     notes += _memory_notes(run, passes, released=released, state=state)
     building = 0 if on_gpu else building_bytes(recipe, parameters, world_size)
@@ -300,7 +318,8 @@ def plan_run(run: ResolvedRun) -> Plan:
             held=None if held is None or staged is None else held + (0 if on_gpu else staged),
             building=building,
             gradient_bytes=gradient_bytes,
-            of_optimizer=of_optimizer,
+            # slow, and not needed without a trace
+            of_optimizer=0 if passes.peak_bytes is None else temporaries(),
             on_gpu=on_gpu,
         ),
         wire_bytes=wire,

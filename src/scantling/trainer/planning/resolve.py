@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from scantling.errors import UserError
 from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.models.build import recipe_task
+from scantling.trainer.planning.cache import PlanCache
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.recipe.schema import BpeTokenizer
 from scantling.trainer.tasks import get_task
@@ -40,6 +41,7 @@ class ResolvedRun:
         world_size: number of processes.
         device: "cpu" or "cuda".
         data: prepared data; None before it is read.
+        cache: results that the plans of this run and of similar ones share.
     """
 
     recipe: Recipe
@@ -47,6 +49,7 @@ class ResolvedRun:
     world_size: int
     device: str
     data: TaskData | None = None
+    cache: PlanCache = field(default_factory=PlanCache, compare=False, repr=False)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -79,7 +82,14 @@ class ResolvedRun:
         return self.recipe.batch_size * self.task.examples_to_tokens(self.recipe.data)
 
 
-def resolve_run(recipe: Recipe, *, world_size: int, device: str, task_data: TaskData | None = None) -> ResolvedRun:
+def resolve_run(
+    recipe: Recipe,
+    *,
+    world_size: int,
+    device: str,
+    task_data: TaskData | None = None,
+    cache: PlanCache | None = None,
+) -> ResolvedRun:
     """Resolve a checked recipe for a number of processes.
 
     Args:
@@ -87,12 +97,14 @@ def resolve_run(recipe: Recipe, *, world_size: int, device: str, task_data: Task
         world_size: number of processes.
         device: "cpu" or "cuda".
         task_data: prepared data, if it was read.
+        cache: of a similar run. Default: an empty one.
 
     Raises:
         UserError: the recipe cannot run on this number of processes.
     """
     check_world_size(recipe, world_size)
-    return ResolvedRun(recipe, get_task(recipe_task(recipe)), world_size, device, task_data)
+    task = get_task(recipe_task(recipe))
+    return ResolvedRun(recipe, task, world_size, device, task_data, cache or PlanCache())
 
 
 def check_world_size(recipe: Recipe, world_size: int) -> None:

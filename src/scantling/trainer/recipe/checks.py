@@ -430,6 +430,12 @@ def _check_parallel(content: Content) -> Iterator[Fault]:
     parallel, comm, optim, train, precision = (
         get_section(content, name) for name in ("parallel", "comm", "optim", "train", "precision")
     )
+    if (tensor := parallel.get("tensor", 1)) != 1:
+        problem = (
+            "must be 1: tensor parallelism of transformers needs pretrained weights, works with neither TT layers nor "
+            "low-bit momentum, and divides rows twice under parallel.shard; set parallel.shard instead"
+        )
+        yield Fault("parallel.tensor", problem, str(tensor))
     if parallel.get("shard", 1) == 1:
         for key in ("reshard", "reduce_dtype", "offload"):
             if _changed(parallel, ParallelSection, key):
@@ -495,9 +501,10 @@ def _check_parameters(content: Content) -> Iterator[Fault]:
     name = optim.get("name", OptimSection.model_fields["name"].default)
     if isinstance(name, str) and name.lower() != "came":
         how = "" if "name" in optim else ", the default"
+        # all optimizers of torch.optim round a bf16 weight to the nearest value
         problem = (
-            "bf16 needs an optimizer that rounds weights without losing small steps; set optim.name: came, or leave "
-            "the key out"
+            "bf16 would lose steps smaller than half the last bit of a weight, which this optimizer rounds to the "
+            "nearest; set optim.name: came, which rounds them stochastically, or leave the key out"
         )
         yield Fault(key, problem, f"optim.name: {name}{how}")
     if precision.get("compute", "bf16") in ("fp32", "fp16"):

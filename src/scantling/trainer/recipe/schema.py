@@ -390,6 +390,9 @@ class ParallelSection(Section):
     """Processes that share one replica; `auto`: as many as `replicate` leaves."""
     replicate: int | None = Field(default=None, ge=1)
     """Replicas, which `comm` synchronizes. Default: as many as `shard` leaves; 1 with `shard: auto`."""
+    tensor: int = Field(default=1, ge=1)
+    """Processes that share each matrix product (tensor parallelism): 1, because that of transformers needs pretrained
+    weights, works with neither TT layers nor low-bit momentum, and divides rows twice under `shard`."""
     reshard: Literal["auto", "always", "never"] = "auto"
     """Free the gathered weights of a block after its forward pass and gather them again for its backward pass. `auto`:
     of all blocks, but not of the layers outside of blocks, which the backward pass needs first; `never` sends a third

@@ -159,7 +159,7 @@ def check_run(run: ResolvedRun, run_dir: Path | None, planned: Plan, *, resume: 
         check_folder(RunDir(run_dir), run.recipe, resume=resume, force=force)
     _check_extras(run)
     run.task.check_data(run.recipe.data)
-    fit = check_fit(run.recipe, planned)
+    fit = check_fit(run, planned)
     if fit.is_impossible:
         raise UserError(f"the run {fit}")
     return fit
@@ -276,7 +276,9 @@ def _plan_on_main(run: ResolvedRun, context: DistContext, *, may_fail: bool = Fa
 
 
 def _check_memory(run: ResolvedRun, planned: Plan, context: DistContext, *, is_warned: bool = False) -> bool:
-    """Compare a plan with the memory here, and warn if it is too small. Collectives: `wait_for_all` and `run_on_all`.
+    """Compare a plan with the memory here, and warn if it is too small.
+
+    Collectives: `wait_for_all`, a broadcast and `run_on_all`.
 
     Returns:
         True if this call or one before has warned.
@@ -284,14 +286,16 @@ def _check_memory(run: ResolvedRun, planned: Plan, context: DistContext, *, is_w
     Raises:
         UserError: weights, gradients and optimizer state alone exceed the memory of a rank.
     """
-    # only rank 0 searches for settings that fit, and only for the first warning
-    fit = check_fit(run.recipe, planned, search=context.is_rank0 and not is_warned, task_data=run.data)
+    # only rank 0 searches for changes that fit, and only for the first warning
+    fit = check_fit(run, planned, search=context.is_rank0 and not is_warned)
+    context.wait_for_all()  # the search takes rank 0 some seconds
+    # rank 0 has the suggestions, so the others raise only if it does not
+    is_refused_by_rank0 = context.broadcast_object(fit.is_impossible)
 
     def refuse() -> None:
-        if fit.is_impossible:
+        if fit.is_impossible and (context.is_rank0 or not is_refused_by_rank0):
             raise UserError(f"the run {fit}")
 
-    context.wait_for_all()  # the search takes rank 0 longer than a collective may take
     context.run_on_all(refuse)
     if fit.fits is not False or is_warned:
         return is_warned
