@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from scantling.errors import RecipeError
+import scantling as sc
+from scantling.errors import RecipeError, UserError
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
@@ -147,6 +148,10 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "demo", "outer_lr": 0.5}}, "comm.outer_lr: has an effect with comm.name: local_steps or"),
         ({"comm": {"outer_momentum": 0.5}}, "comm.outer_momentum: has an effect with comm.name: local_steps or"),
         ({"comm": LOCAL, "optim": CAME, "precision": {"parameters": "bf16"}}, "would round the outer step"),
+        ({"comm": {**LOCAL, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by comm.budget"),
+        ({"comm": {"name": "demo", "topk": 4, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
+        ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
+        ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget"),
         ({"comm": LOCAL, "train": {"graph": True}}, "train.graph: cannot capture an exchange"),
     ],
 )
@@ -161,3 +166,44 @@ def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
         assert (section.sync_every, section.topk) == (every, topk)
         again = load_recipe(tiny_recipe(tmp_path, comm=section.model_dump(mode="json"))).comm
         assert again.local_options == section.local_options
+
+
+def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
+    def planned(budget: str, processes: int = 2, **comm: Any) -> tuple[int, str]:
+        section = {"check_every": None, "dense": "sign", **comm, "budget": budget}
+        plan = sc.plan(recipe_of(tmp_path, comm=section), world_size=processes)
+        notes = [note for note in plan.notes if "comm.budget" in note]
+        return plan.wire_bytes, notes[0]
+
+    demo = {"name": "demo", "chunk": 16}
+    sent, note = planned("8 kB/step", **demo)
+    assert 7_500 < sent <= 8_000
+    topk = int(note.rpartition(" ")[2])
+    for given, fits in ((topk, True), (topk + 1, False)):
+        section = {"check_every": None, "dense": "sign", **demo, "topk": given}
+        assert (sc.plan(recipe_of(tmp_path, comm=section), world_size=2).wire_bytes <= 8_000) is fits
+    local = {key: value for key, value in LOCAL.items() if key != "sync_every"}
+    for budget in (700, 2_000, 30_000):
+        sent, note = planned(f"{budget} B/step", **local)
+        every = int(note.rpartition(" ")[2])
+        assert sent <= budget
+        assert every == 1 or sent * every > budget * (every - 1)
+    # nothing is sent by one process
+    assert planned("1 B/step", processes=1, **local)[1].endswith("sync_every: 1")
+    with pytest.raises(UserError, match=r"one coefficient per block sends .* per step already"):
+        planned("100 B/step", **demo)
+    with pytest.raises(UserError, match="local steps would have to share"):
+        planned("1 B/step", **local)
+
+
+def test_run_keeps_to_its_budget(tmp_path: Path) -> None:
+    comm = {key: value for key, value in LOCAL.items() if key != "sync_every"}
+    comm |= {"budget": "2 kB/step", "check_every": None}
+    folder = run(recipe_of(tmp_path, comm=comm, train={"steps": 12, "eval_every": 12}), tmp_path, "run", 2)
+    sent = [record["wire_bytes"] for record in records(folder)]
+    assert records(folder)[-1]["wire_budget_bytes"] == 2_000
+    assert sum(bool(each) for each in sent[:-1]) < 11
+    assert 0 < sum(sent) / len(sent) < 2_400  # the first exchange compares the replicas
+    resumed = resume(folder, "resumed", 6, 2)
+    expected, found = (saved_tensors(each, 12) for each in (folder, resumed))
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())

@@ -37,7 +37,6 @@ from scantling.trainer.reporting.format import format_bytes, format_number
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from scantling.trainer.models.sharding import ShardGroup
     from scantling.trainer.planning.passes import Passes
     from scantling.trainer.planning.resolve import ResolvedRun
     from scantling.trainer.tasks.base import TaskData
@@ -236,13 +235,14 @@ def plan_run(run: ResolvedRun, *, may_trace: bool = True) -> Plan:
     )
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
+    from scantling.trainer.planning.traffic import note_on_budget, plan_traffic
     from scantling.trainer.rss import rss_bytes
 
     recipe, world_size = run.recipe, run.world_size
     # the order matters: the trace in plan_passes makes the model unusable
     notes = list(run.sizes.notes)
     model = planned_model(run, notes)
-    notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run)]
+    notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run), *note_on_budget(run)]
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
     roles = _by_role(groups)
     _, shards = recipe.parallel.mesh_shape(world_size)
@@ -251,7 +251,7 @@ def plan_run(run: ResolvedRun, *, may_trace: bool = True) -> Plan:
     groups = local_groups(groups, {id(param) for part in parts for param in part.params}, shards)
     local = [param for group in groups for _, param in group["params"]]
     elsewhere = all_bytes - sum(param.nbytes for param in local)  # on the other processes of a replica
-    wire, residuals = _traffic(recipe, model, groups, parts, world_size)
+    wire, residuals = plan_traffic(run, model, groups, parts)
     # before the trace, which must see the recomputation
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model, recipe.train.activation_checkpointing)
@@ -405,58 +405,6 @@ def _by_role(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     for group in groups:
         roles[group["role"]] = roles.get(group["role"], 0) + sum(p.numel() for _, p in group["params"])
     return roles
-
-
-def _traffic(
-    recipe: Recipe, model: Any, groups: Sequence[Any], parts: Sequence[ShardGroup], world_size: int
-) -> tuple[int, int]:
-    """Return the bytes that a process sends per step, and the bytes of state that the exchange keeps.
-
-    Args:
-        recipe: of the run.
-        model: on the meta device.
-        groups: parameter groups with the shapes on one process.
-        parts: groups of the parameters that are gathered together; empty if the model is not sharded.
-        world_size: number of processes.
-    """
-    from scantling.comm import MomentumExchange, allreduce_wire_bytes, sharded_wire_bytes
-    from scantling.comm.demo_exchange import exchange_groups
-    from scantling.comm.local_steps import outer_exchange
-    from scantling.trainer.models.sharding import gradient_ratio, whole_parameters
-
-    sends_all = recipe.comm.name == "allreduce"
-    replicas, shards = recipe.parallel.mesh_shape(world_size)
-    sent = 0
-    if shards > 1:
-        sent = sharded_wire_bytes(
-            [(part.num_bytes, part.gathers) for part in parts],
-            sum(p.nbytes for p in whole_parameters(model) if p.requires_grad),
-            gradient_ratio=gradient_ratio(recipe),
-            shards=shards,
-            replicas=replicas if sends_all else 1,
-            whole_processes=world_size if sends_all else shards,
-            passes=recipe.batch_size // world_size // recipe.pass_size(world_size),
-        )
-    elif sends_all:
-        sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)
-    if sends_all:
-        return sent, 0
-    method, outer, options = recipe.comm.local_options
-    if recipe.comm.name == "demo":
-        options = recipe.comm.demo_options
-    # meta parameters are enough, because only shapes determine the layout of the messages
-    exchanged = exchange_groups(model, options)
-    local = {name: param for group in groups for name, param in group["params"]}
-    for group in exchanged:
-        group["params"] = [(name, local[name]) for name, _ in group["params"]]
-    if recipe.comm.name == "demo":
-        exchange = MomentumExchange(exchanged, **options)
-        return sent + round(exchange.planned_wire_bytes_per_step(replicas)), exchange.planned_state_bytes()
-    exchange = outer_exchange(method, exchanged, **options)
-    sent += round(exchange.planned_wire_bytes_per_step(replicas) / outer["sync_every"])
-    # the common weights, and the outer momentum
-    copies = 2 if outer["outer_momentum"] else 1
-    return sent, exchange.planned_state_bytes() + copies * sum(param.nbytes for param in local.values())
 
 
 def _working_memory(

@@ -368,8 +368,9 @@ def _check_release(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, "precision.compute: fp16")
 
 
-_USERS = dict.fromkeys(("outer_lr", "outer_momentum"), "comm.name: local_steps or diloco")
-"""Which methods have a key that not all others have."""
+_LOCAL = "comm.name: local_steps or diloco"
+_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL}
+"""Methods that alone have a key."""
 
 
 def _check_comm(content: Content) -> Iterator[Fault]:
@@ -398,6 +399,9 @@ def _check_comm(content: Content) -> Iterator[Fault]:
             yield Fault("comm.overlap", problem, f"train.clip: {clip}")
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
+    chosen = "topk" if name == "demo" else "sync_every"
+    if comm.get("budget") is not None and _changed(comm, CommSection, chosen):
+        yield Fault(f"comm.{chosen}", "is chosen by comm.budget; leave one of both out", str(comm[chosen]))
     every = comm.get("sync_every", 1)
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")

@@ -6,6 +6,7 @@ weights, AdamW, gradient all-reduce, fp32. `scantling schema` prints the JSON sc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -351,13 +352,29 @@ class CommSection(Section):
     """Local steps: learning rate of the outer step. Default with diloco: 0.7."""
     outer_momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Local steps: Nesterov momentum of the outer step. Default with diloco: 0.9."""
+    budget: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?([kMG]?B)/step$")] | None = None
+    """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses the largest `topk` of
+    demo, or the smallest `sync_every` of local steps."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, content: Any) -> Any:
         """Fill in the defaults of a method, so that a stored recipe has them as values."""
         name = content.get("name") if isinstance(content, Mapping) else None
-        return {**_LOCAL_DEFAULTS[name], **content} if name in ("local_steps", "diloco") else content
+        if name not in ("local_steps", "diloco"):
+            return content
+        defaults = {**_LOCAL_DEFAULTS[name]}
+        if content.get("budget") is not None:  # chooses it
+            del defaults["sync_every"]
+        return {**defaults, **content}
+
+    @property
+    def budget_bytes(self) -> float | None:
+        """The budget in bytes per step."""
+        if self.budget is None:
+            return None
+        number, unit = re.fullmatch(r"([0-9.]+) ?([kMG]?)B/step", self.budget).groups()  # type: ignore[union-attr]
+        return float(number) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
 
     @property
     def keeps_replicas_equal(self) -> bool:

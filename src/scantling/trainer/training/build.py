@@ -91,7 +91,7 @@ def build_loop(
         if recipe.accumulates_in_blocks(context.world_size):
             checkpoint_in_parts(model, recipe.micro_batch_size(context.world_size))
     groups = [] if context.mesh is None else shard_groups(model, recipe.parallel)
-    exchange = build_exchange(recipe, groups, context)
+    exchange = build_exchange(run, groups, context)
     if meta is not None and context.mesh is not None:
         shard_run_model(meta, groups, recipe, context)
     if meta is not None and not meta.is_probed:
@@ -117,6 +117,7 @@ def build_loop(
 
     # called for each record, because removed TT ranks change the sizes
     def model_stats() -> dict[str, Any]:
+        budget = recipe.comm.budget_bytes
         weights = list(model.parameters())
         return {
             "num_parameters": sum(p.numel() for p in weights),
@@ -124,6 +125,7 @@ def build_loop(
             "gradient_bytes": held_gradient_bytes(
                 recipe, [to_local(p).nbytes for p in weights if p.requires_grad], world_size=context.world_size
             ),
+            **({} if budget is None else {"wire_budget_bytes": budget}),
         }
 
     return Loop(
@@ -218,15 +220,15 @@ def build_run_model(run: ResolvedRun) -> Any:
         return convert_model(model, recipe)
 
 
-def build_exchange(recipe: Recipe, groups: Sequence[ShardGroup], context: DistContext) -> GradientExchange:
+def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: DistContext) -> GradientExchange:
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
-        recipe: of the run. An exchange of momentum clips by `train.clip`, others leave it to the step.
+        run: the run. An exchange of momentum clips by `train.clip`, others leave it to the step.
         groups: of a sharded model, see `shard_groups`.
         context: of this process.
     """
-    section, mesh = recipe.comm, context.mesh
+    recipe, section, mesh = run.recipe, run.comm, context.mesh
     replicas = None if mesh is None else mesh[REPLICATE]
     between: GradientExchange | None = None
     if section.name == "demo":
