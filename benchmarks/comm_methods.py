@@ -164,11 +164,12 @@ def local_steps(
     make: Callable[..., Any],
     every: int,
     dense_lr: float | None = None,
+    embeddings: str = "dense",
     **options: Any,
 ) -> Replica:
     """Return a replica with DiLoCo or SparseLoCo around AdamW."""
     inner = adamw(model, lr, dense_lr)
-    optimizer = make(inner, sc.param_groups(model), sync_every=every, **options)
+    optimizer = make(inner, channels(model, embeddings), sync_every=every, **options)
     return Replica(
         model,
         optimizer,
@@ -200,8 +201,24 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
     return (dist.get_world_size() - 1) * 12 * kept
 
 
+def channels(model: nn.Module, embeddings: str, **options: Any) -> list[dict[str, Any]]:
+    """Return parameter groups whose embeddings are sent in full (`dense`), or like matrices (`blocks`)."""
+    groups = sc.param_groups(model, **options)
+    for group in groups:
+        if embeddings == "blocks" and group["role"] == "embedding":
+            group["role"] = "matrix"
+    return groups
+
+
 def exchanged(
-    model: nn.Module, lr: float, *, came: bool = False, beta1: float, dense_lr: float | None = None
+    model: nn.Module,
+    lr: float,
+    *,
+    came: bool = False,
+    beta1: float,
+    dense_lr: float | None = None,
+    embeddings: str = "dense",
+    **options: Any,
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
@@ -209,7 +226,8 @@ def exchanged(
     of a momentum, keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
-    exchange = sc.MomentumExchange(groups, topk=8, exchange="all_gather", **OURS)
+    sent = channels(model, embeddings, weight_decay=0.1)
+    exchange = sc.MomentumExchange(sent, **{"topk": 8, "exchange": "all_gather", **OURS, **options})
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
     rest = (0.98, 0.995) if came else (0.98,)
     own = [

@@ -17,6 +17,8 @@ the times to a loss on a link.
 The data sets, `--data`:
 
 - `novels` (default): a decoder of half a million parameters on English novels.
+- `novels-8k`: the same decoder with a vocabulary of 8,192, which has 62 % of its parameters. Its settings are channels
+  for embeddings.
 - `digits`: a vision transformer of 0.2 million parameters on scikit-learn's digits.
 - `llama-10m-long`: the preset llama-10m on bytes of the novels, 2,250 steps with the batches that network.py times, in
   bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
@@ -117,6 +119,12 @@ WORKS = {
         eval_samples=200,
     ),
 }
+WORKS["novels-8k"] = replace(
+    WORKS["novels"],
+    data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
+    methods=("ddp, one rate", "ddp fp32", LOCAL, "exchange k8, adamw beta1 0"),
+    seeds=range(1, 4),
+)
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=2250,
@@ -173,6 +181,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
 """Variants by name: a method at its best rate, and the options that are changed."""
+BETA1_0 = "exchange k8, adamw beta1 0"
+VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "local steps, embeddings in blocks": (LOCAL, {"embeddings": "blocks"}),
+    "local steps, embeddings in bf16": (LOCAL, {"dense": "bf16"}),
+    "beta1 0, embeddings in blocks": (BETA1_0, {"embeddings": "blocks"}),
+    "beta1 0, embeddings in bf16": (BETA1_0, {"dense": "bf16"}),
+}
+"""Variants of `novels-8k`."""
 SHORTER, LONGER = (28, 208), (2600,)
 """Lengths in steps of the phases of these names on `llama-10m-long`.
 
@@ -369,7 +385,7 @@ def seeds_for(data: str, method: str) -> range:
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
-    for method, options in SETTINGS.values():
+    for method, options in (VOCABULARY if data == "novels-8k" else SETTINGS).values():
         rate = best_rate(lines, data, method)
         if rate is None:
             raise SystemExit(f"run the sweep of {method} first")
