@@ -31,7 +31,7 @@ from dated import dated, write
 
 ROOT = Path(__file__).parents[1]
 STORED = "stored"
-"""In place of a model folder that is written before the run."""
+"""Placeholder for a model folder that is written before the run."""
 LINES = ("weight_bytes", "gradient_bytes", "optimizer_state_bytes", "wire_bytes")
 
 

@@ -290,6 +290,9 @@ def test_str_describes_groups_of_a_model() -> None:
     assert "2 tensors" not in text.splitlines()[0]
     assert "8 of 64 x 64, sign" in text
     assert "rows of 64, bf16" in text
+    # 100 x 64 embeddings and 384 vectors in bf16; 16 of 8,192 coefficients
+    assert text.splitlines()[-1] == "message: 94% embeddings, 6% vectors, 0% matrices"
+    assert "message" not in str(MomentumExchange([nn.Parameter(torch.ones(4, 4))]))
 
 
 def test_exchange_stops_when_parameters_differ() -> None:

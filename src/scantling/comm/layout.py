@@ -357,8 +357,30 @@ def dense_crossover_mbit(world_size: int) -> float:
 
 
 def describe_layout(groups: Sequence[Group], config: ExchangeConfig) -> str:
-    """Return one line for each block group: number and size of its parameters, selection and bytes."""
-    return "\n".join(_describe(each, groups, config) for each in all_block_groups(make_buckets(groups, config)))
+    """Return one line for each block group (number and size of its parameters, selection, bytes), and the shares.
+
+    The shares are those of matrices, embeddings and vectors in the bytes of a message, largest first.
+    """
+    block_groups = all_block_groups(make_buckets(groups, config))
+    lines = [_describe(each, groups, config) for each in block_groups]
+    shares = message_shares(block_groups, groups)
+    if len(shares) > 1:
+        lines.append("message: " + ", ".join(f"{share:.0%} {kind}" for kind, share in shares.items()))
+    return "\n".join(lines)
+
+
+def message_shares(block_groups: Sequence[BlockGroup], groups: Sequence[Group]) -> dict[str, float]:
+    """Return the shares of the kinds of parameters in the bytes of a message, largest first."""
+    params, by_param = all_parameters(groups), group_by_param(groups)
+    found: dict[str, float] = {}
+    for each in block_groups:
+        sizes = {slot.param: to_local(params[slot.param]).numel() for slot in each.slots}
+        for idx, numel in sizes.items():
+            role = by_param[idx]["role"] or ("matrix" if each.spec.is_matrix else "vector")
+            kind = {"matrix": "matrices", "embedding": "embeddings", "vector": "vectors"}[role]
+            found[kind] = found.get(kind, 0.0) + each.num_bytes * numel / max(1, sum(sizes.values()))
+    total = sum(found.values()) or 1.0
+    return {kind: size / total for kind, size in sorted(found.items(), key=lambda item: -item[1])}
 
 
 def _describe(block_group: BlockGroup, groups: Sequence[Group], config: ExchangeConfig) -> str:

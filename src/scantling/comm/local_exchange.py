@@ -24,7 +24,7 @@ _OWN, _OUTER = "own/", "outer/"
 
 
 class LocalStepsExchange(GradientExchange):
-    """Local steps of each replica's own optimizer, and an exchange of what they changed every `sync_every` steps.
+    """Local steps of each replica's own optimizer, and an exchange of pseudo-gradients every `sync_every` steps.
 
     Gradients stay those of the replica. One that is NaN or Inf is left out of the replica's step. Saved buffers become
     their mean over the processes in each exchange.

@@ -90,7 +90,7 @@ class OuterOptimizer:
         Collectives: those of `MomentumExchange.exchange` when it synchronizes; one all-gather the first time.
 
         Args:
-            at_once: synchronize after this step too, such as after the last one of a run; on all replicas alike.
+            at_once: synchronize after this step too, such as after the last one of a run; the same on all replicas.
 
         Returns:
             True if the replicas have the same parameters now.
@@ -107,7 +107,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange what the replicas have changed, and take the outer step. Collectives and errors as of `advance`."""
+        """Exchange pseudo-gradients, and take the outer step. Collectives and errors as of `advance`."""
         for param, anchor in zip(self._params, self.anchors, strict=True):
             part = to_local(param)
             # d = p0 - p
@@ -281,7 +281,7 @@ def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> Moment
     Args:
         method: "diloco": everything is sent; "sparseloco": the largest elements of each block, without a transform.
         groups: parameters, or groups of them.
-        options: of `MomentumExchange`, in place of the defaults of `diloco` and `sparseloco`.
+        options: of `MomentumExchange`; the others have the defaults of `diloco` and `sparseloco`.
     """
     given = make_groups(groups, {})
     if method == "diloco":

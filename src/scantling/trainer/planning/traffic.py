@@ -104,11 +104,11 @@ def fit_comm(run: ResolvedRun) -> CommSection:
     groups = local_groups(param_groups(model), {id(param) for part in parts for param in part.params}, shards)
     local = {name: param for group in groups for name, param in group["params"]}
 
-    def sent(given: CommSection) -> float:
+    def planned_bytes(given: CommSection) -> float:
         return _bytes_per_step(given, _meta_exchange(given, model, local), replicas)
 
     if not comm.keeps_replicas_equal:
-        each = sent(comm.model_copy(update={"sync_every": 1}))
+        each = planned_bytes(comm.model_copy(update={"sync_every": 1}))
         every = max(1, math.ceil(each / comm.budget_bytes))
         if every > MOST_LOCAL_STEPS:
             raise UserError(
@@ -119,12 +119,12 @@ def fit_comm(run: ResolvedRun) -> CommSection:
     least, most = 0, comm.chunk**2
     while least < most:
         middle = (least + most + 1) // 2
-        if sent(comm.model_copy(update={"topk": middle})) <= comm.budget_bytes:
+        if planned_bytes(comm.model_copy(update={"topk": middle})) <= comm.budget_bytes:
             least = middle
         else:
             most = middle - 1
     if not least:
-        fewest = sent(comm.model_copy(update={"topk": 1}))
+        fewest = planned_bytes(comm.model_copy(update={"topk": 1}))
         raise UserError(
             f"comm.budget: one coefficient per block sends {format_bytes(fewest)} per step already; raise the budget, "
             "set comm.dense: sign, or comm.name: local_steps"

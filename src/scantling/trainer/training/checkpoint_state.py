@@ -74,8 +74,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, replicas
     Args:
         optimizer: of the model.
         model: the model.
-        replicas: context of replicas with states of their own, saved under keys of their numbers; None if the states
-            are equal. Collective: a gather of JSON values.
+        replicas: context of replicas whose states differ, each saved under keys with its number; None if all are
+            equal. Collective: a gather of JSON values.
     """
     prefix = "optimizer/" if replicas is None else f"inner/rank{replicas.replica}/"
     names = {id(parameter): name for name, parameter in model.named_parameters()}

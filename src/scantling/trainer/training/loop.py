@@ -283,7 +283,7 @@ class Loop:
 
     @property
     def _replicas(self) -> DistContext | None:
-        """The context of replicas whose optimizers have states of their own; None if these are equal."""
+        """The context of replicas whose optimizer states differ; None if these are equal."""
         return None if self.stepper.exchange.keeps_replicas_equal else self.context
 
     def resume(self, checkpoint: Checkpoint) -> None:
