@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (2, {"optim": {"name": "adamw"}}),
     "diloco, came": (2, {"comm": {"name": "diloco", "sync_every": 3}, "optim": CAME}),
     "tensor, int8 products": (2, {"tensor": {"rank": 4}, "precision": {"weights": "int8", "activations": "int8"}}),
+    "written in the background": (2, {"parallel": {"async_checkpoint": True}}),
     "size target": (2, {"tensor": TARGET}),
     "sharded size target": (4, {"tensor": {**TARGET, "rank": {"*mlp*": 4}}, "parallel": {"shard": 2}}),
     "sharded": (4, {"parallel": {"shard": 2}}),

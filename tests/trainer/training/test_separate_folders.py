@@ -29,6 +29,12 @@ DEMO: dict[str, Any] = {"comm": {"name": "demo"}, "optim": {"name": "sign", "lr"
 ALLREDUCE: dict[str, Any] = {"comm": {"name": "allreduce"}, "optim": {"name": "came", "lr": 1e-3}}
 
 
+LOCAL: dict[str, Any] = {
+    "comm": {"name": "local_steps", "sync_every": 3, "values": "sign", "dense": "sign"},
+    "optim": {"name": "came", "lr": 1e-3},
+}
+
+
 def write(folder: Path, sections: dict[str, Any], **train: Any) -> Path:
     recipe = tiny_recipe(folder, train={"steps": 6, "checkpoint_every": 2, "batch_size": 8, **train})
     recipe |= sections
@@ -92,7 +98,13 @@ def allreduce_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return train_on_machines(tmp_path_factory.mktemp("allreduce"), ALLREDUCE)
 
 
-@pytest.fixture(params=["demo_runs", "allreduce_runs"])
+@pytest.fixture(scope="module")
+def local_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs in local steps, with an optimizer state of each replica; checkpoints 2 and 4 are between exchanges."""
+    return train_on_machines(tmp_path_factory.mktemp("local"), LOCAL)
+
+
+@pytest.fixture(params=["demo_runs", "allreduce_runs", "local_runs"])
 def any_runs(request: pytest.FixtureRequest) -> Runs:
     runs: Runs = request.getfixturevalue(request.param)
     return runs
@@ -165,9 +177,10 @@ def test_resumed_run_ends_with_the_same_bits(any_runs: Runs, tmp_path: Path) -> 
         assert same(tensors(each / "run", 6), tensors(runs[rank], 6))
 
 
-def test_machines_may_swap_ranks(demo_runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["demo_runs", "local_runs"])
+def test_machines_may_swap_ranks(made: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """torchrun numbers machines by arrival, so a rank may have to take its state from another machine's folder."""
-    _, runs = demo_runs
+    _, runs = request.getfixturevalue(made)
     both = copied(runs[::-1], tmp_path)
     for each in both:
         shutil.rmtree(each / "run" / "checkpoints" / "step-6")
@@ -201,7 +214,10 @@ def test_one_machine_resumes_alone(any_runs: Runs, tmp_path: Path) -> None:
     done = scantling("train", machine / "run", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("no folder of this run has the residuals of ranks 0" in " ".join(done.stderr.split())) == (
-        "demo" in recipe.read_text()
+        "allreduce" not in recipe.read_text()
+    )
+    assert ("has the optimizer state of replica 0" in " ".join(done.stderr.split())) == (
+        "local_steps" in recipe.read_text()
     )
 
 

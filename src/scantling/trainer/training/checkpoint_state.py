@@ -125,7 +125,8 @@ def load_own_optimizer(
 ) -> None:
     """Restore the state of this replica; of M saved replicas, replica i takes the state of replica i modulo M.
 
-    Collectives: those of `_rank_tensors`, or of `run_on_all` for sharded replicas.
+    Replicas whose folder is missing do not count. Collectives: a gather and those of `_rank_tensors`, or those of
+    `run_on_all` for sharded replicas.
 
     Raises:
         UserError: as of `load_optimizer`, or the state is on another machine.
@@ -134,6 +135,16 @@ def load_own_optimizer(
     source = context.replica % len(values)
     found: dict[str, torch.Tensor] = {}
     if context.num_shards == 1:
+        held = sorted(set().union(*context.all_gather_object(checkpoint.index.ranks("inner"))))
+        if source not in held and held:
+            source = held[context.replica % len(held)]
+            logger.warning(
+                "%s: no folder of this run has the optimizer state of replica %d; replica %d continues with that of %d",
+                checkpoint.path,
+                context.replica % len(values),
+                context.replica,
+                source,
+            )
         found = _rank_tensors("inner", checkpoint, [source], context).get(source, {})
     else:
         prefix = f"inner/rank{source}/"
