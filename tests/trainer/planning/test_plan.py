@@ -184,6 +184,7 @@ def test_released_gradients_need_no_memory(tmp_path: Path) -> None:
     cut_too = sc.plan(recipe, settings=["train.micro_batch_size=1", "optim.release_gradients=true"])
     assert cut_too.gradient_bytes == cut.gradient_bytes
     assert any("micro_batch_size keeps all gradients" in note for note in cut_too.notes)
+    assert any("came limits the RMS of each update" in note for note in released.notes)
     assert sc.plan(recipe, world_size=2).gradient_bytes == kept.gradient_bytes
 
 

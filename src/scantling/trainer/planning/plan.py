@@ -354,6 +354,8 @@ def _memory_notes(run: ResolvedRun, passes: Passes, *, released: bool, state: in
     from scantling.trainer.planning.memory import allocator_bytes
 
     notes = []
+    if run.recipe.optim.release_gradients:
+        notes.append("gradients are not clipped by their global norm; came limits the RMS of each update")
     if run.recipe.optim.release_gradients and not released:
         notes.append("train.micro_batch_size keeps all gradients until the last micro-batch, which releases them")
     if state is None:
