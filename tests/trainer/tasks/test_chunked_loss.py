@@ -68,6 +68,17 @@ def test_logits_of_all_tokens_never_exist() -> None:
     assert largest == 512 * 8  # of the hidden states; a chunk of logits has 1,600, all have 51,200
 
 
+def test_logits_of_one_chunk_exist_at_a_time() -> None:
+    from scantling.trainer.models.costs import trace_step
+
+    def loss(head: torch.nn.Module) -> torch.Tensor:
+        hidden, labels = torch.ones(512, 8, requires_grad=True), torch.zeros(512, dtype=torch.long)
+        return chunked_cross_entropy(hidden, head.weight, None, labels, 64)  # type: ignore[arg-type]
+
+    peak = trace_step(torch.nn.Linear(8, 1000, bias=False, device="meta"), loss).peak_bytes
+    assert peak < 1.5 * 4 * 64 * 1000  # gradients and hidden states take a quarter of the logits
+
+
 @pytest.mark.parametrize("kind", [LlamaConfig, PhiConfig])
 def test_model_returns_the_loss_inside_the_context_only(kind: Any) -> None:
     model = AutoModelForCausalLM.from_config(kind(**TINY))

@@ -96,6 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.logsumexp(logits, -1, out=own_norms)
             chosen = logits.gather(1, own_labels.clamp(min=0)[:, None]).squeeze(1)
             total += torch.where(own_labels == IGNORED, 0.0, own_norms - chosen).sum()
+            del logits  # else they live on while those of the next chunk are computed
         ctx.save_for_backward(hidden, weight, bias, labels, norms)
         ctx.tokens = tokens
         return total
@@ -123,6 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.mm(grad_logits, cast, out=own_grad)
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.T, part)
+            del logits, grad_logits
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
