@@ -6,8 +6,9 @@
 
 Each part has its own process and time limit, and compares rows with controls of the same process. All parts together
 take at most 15 minutes. Results are files of benchmarks/results/gpu-DATE, written as soon as they exist, so that an
-interruption loses at most one part; gpu-DATE/summary.json lists the parts. Name single parts with --parts. Without a
-GPU, the script says so and exits with code 4, because a test that did not run has not passed.
+interruption loses at most one part; gpu-DATE/summary.json lists the parts. Name single parts with --parts; those of
+`ON_REQUEST`, which fine-tune 8 billion parameters, run only then. Without a GPU, the script says so and exits with code
+4, because a test that did not run has not passed.
 """
 
 from __future__ import annotations
@@ -94,8 +95,28 @@ PARTS = (
     Part("llama-130m", 300, "llama_gpu.py", "--seconds 50", "--device cpu"),
 )
 """Parts after the tests, most important first; the last one takes the rest of the time."""
+TINY_FINETUNE = "--device cpu --size tiny --steps 2"
+ON_REQUEST = (
+    Part(
+        "finetune-scantling",
+        160,
+        "finetune_gpu.py",
+        "--group scantling --seconds 150",
+        f"--group scantling {TINY_FINETUNE}",
+    ),
+    Part("finetune-full", 500, "finetune_gpu.py", "--group full --seconds 490", f"--group full {TINY_FINETUNE}"),
+    Part(
+        "finetune-low-rank",
+        400,
+        "finetune_gpu.py",
+        "--group low-rank --seconds 390",
+        f"--group low-rank {TINY_FINETUNE}",
+    ),
+)
+"""Parts that run only if --parts names them: 8 billion parameters, on a GPU of 24 GB or more."""
 TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", str(ROOT / "tests"))
 TESTS_SECONDS = 100
+CHOICES = ("tests", *(part.name for part in (*ON_REQUEST, *PARTS)))
 
 
 def run_part(command: list[str], log: Path, seconds: float) -> str:
@@ -118,7 +139,8 @@ def run_all(names: list[str] | None, out: Path, seconds: float, *, is_dry: bool)
 
     out.mkdir(parents=True, exist_ok=True)
     commands = {} if is_dry else {"tests": ([sys.executable, *TESTS], TESTS_SECONDS)}
-    commands |= {part.name: (part.command(out, is_dry=is_dry), part.seconds) for part in PARTS}
+    parts = [*(part for part in ON_REQUEST if part.name in (names or ())), *PARTS]
+    commands |= {part.name: (part.command(out, is_dry=is_dry), part.seconds) for part in parts}
     end = time.monotonic() + seconds
     summary: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -157,6 +179,7 @@ SHOWN = {
     "tokens": "tokens",
     "worst_over_best": "worst chosen order, best order is 1",
     "ratio": "time, layer without rounding is 1",
+    "bytes_per_parameter": "bytes per parameter",
 }
 """Other values that the table shows, and the titles of their columns."""
 
@@ -192,6 +215,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
             found["ms"] = f"{1e3 * row['median_s']:.2f}"
         if "peak_bytes" in row:
             found["peak MiB"] = f"{row['peak_bytes'] / 2**20:.0f}"
+        if "peak_reserved_bytes" in row:
+            found["reserved MiB"] = f"{row['peak_reserved_bytes'] / 2**20:.0f}"
         for key, value in row.items():
             if key.startswith("to "):
                 found[f"faster than {key[3:]}"] = f"{value['faster']:.2f}"
@@ -226,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="time for everything")
-    parser.add_argument("--parts", nargs="+", choices=["tests", *(part.name for part in PARTS)], help="only these")
+    parser.add_argument("--parts", nargs="+", choices=CHOICES, help="only these")
     parser.add_argument("--dry", action="store_true", help="tiny and on the CPU")
     parser.add_argument("--table", action="store_true", help="write the table into the docs")
     options = parser.parse_args()

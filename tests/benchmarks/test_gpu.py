@@ -53,6 +53,25 @@ def test_parts_that_run_too_long_are_stopped(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "summary.json").read_text())["parts"]["slow"]["status"] == "1 s"
 
 
+def test_parts_on_request_run_only_if_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu
+
+    monkeypatch.setattr(gpu, "run_part", lambda command, log, seconds: log.write_text("") or "passed")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    for names, count in ((None, 0), (["finetune-full"], 1)):
+        gpu.run_all(names, tmp_path, gpu.SECONDS, is_dry=False)
+        parts = json.loads((tmp_path / "summary.json").read_text())["parts"]
+        assert sum(name.startswith("finetune") for name in parts) == count
+
+
+def test_parts_on_request_fit_into_a_call_of_ten_minutes() -> None:
+    import gpu
+
+    for part in gpu.ON_REQUEST:
+        own = int(part.arguments.split("--seconds ")[1])
+        assert own < part.seconds < 600  # the script stops its processes itself
+
+
 def test_all_parts_fit_into_the_total() -> None:
     """The last one takes the rest of the time."""
     import gpu
