@@ -13,7 +13,7 @@ The packages of the contenders (see `finetune_rivals.py`) come from an index, or
 
 A package that is not installed is reported, and the other contenders run. Each contender trains in its own process,
 where `torch.cuda.set_per_process_memory_fraction` limits the memory. One that runs out of memory is started again
-without the limit for a few steps, which shows what it needs. All have the settings of recipes/finetune-8b-24gb.yaml:
+without the limit for a few steps, which shows its need. All have the settings of recipes/finetune-8b-24gb.yaml:
 random weights, two sequences of 2,048 tokens, blocks that recompute their activations and take one sequence at a time,
 and a loss in chunks of 512 tokens. So contenders differ only in weights, gradients and state. The two sequences are the
 same in every step, so that the loss falls; rates are not tuned, and the losses compare nothing.
