@@ -269,7 +269,7 @@ def main() -> int:
 
 
 def run_alone(width: int, form: str) -> dict[str, Any]:
-    """Return `memory_line` of a process of its own."""
+    """Return `memory_line`, measured in a new process."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
