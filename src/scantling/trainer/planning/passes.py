@@ -91,8 +91,11 @@ def plan_passes(
         return Passes(from_shapes, recomputed, None, None, notes)
     # from one micro-batch to the batch of all ranks
     forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
-    # the trace leaves out gradients that exist before it
-    return Passes(forward, recomputed, trace.activation_bytes, trace.peak_bytes + held + gathered)
+    # the trace leaves out gradients that exist before it; those of a sharded model, without other micro-batches, come
+    # while activations go
+    is_first = bool(gathered) and micro * world_size == recipe.batch_size
+    working = max(trace.peak_bytes, trace.activation_bytes + held) if is_first else trace.peak_bytes + held
+    return Passes(forward, recomputed, trace.activation_bytes, working + gathered)
 
 
 def num_parts(run: ResolvedRun) -> int:
