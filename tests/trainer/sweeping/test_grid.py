@@ -9,7 +9,7 @@ import pytest
 
 import scantling as sc
 from scantling.errors import RecipeError, UserError
-from scantling.trainer.planning.plan import planned_model
+from scantling.trainer.planning.planned_model import planned_model
 from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.sweeping.grid import Case, expand_sweep, select_cases

@@ -235,6 +235,7 @@ def plan_run(run: ResolvedRun, *, may_trace: bool = True) -> Plan:
     )
     from scantling.trainer.planning.momentum import optimizer_groups
     from scantling.trainer.planning.passes import plan_passes
+    from scantling.trainer.planning.planned_model import planned_model
     from scantling.trainer.planning.traffic import note_on_budget, plan_traffic
     from scantling.trainer.rss import rss_bytes
 
@@ -443,37 +444,6 @@ def _step_flops(passes: Passes) -> int | None:
     return (1 + BACKWARD) * passes.forward_flops + passes.recomputed_flops
 
 
-def planned_model(run: ResolvedRun, notes: list[str], *, buffers: bool = False) -> Any:
-    """Return a run's model on the meta device, TT layers at their initial ranks; add assumptions to `notes`.
-
-    Args:
-        run: the run.
-        notes: list of assumptions.
-        buffers: have the values of buffers on the CPU.
-
-    Raises:
-        UserError: the model cannot be built.
-    """
-    from scantling.trainer.models.build import build_model, convert_model, reads_weights
-
-    recipe = run.recipe
-    model = build_model(
-        recipe.model,
-        run.task,
-        vocab_size=run.sizes.vocab_size,
-        seq_len=recipe.data.longest,
-        config_overrides=run.sizes.config_overrides,
-        # any seed: meta weights have no values
-        seed=0,
-        device="meta",
-        buffers=buffers,
-    )
-    if recipe.tensor is not None and recipe.tensor.init == "random" and reads_weights(recipe.model):
-        notes.append(f"tensor.init: random keeps nothing of the weights in {recipe.model.hf} for the TT layers")
-    convert_model(model, recipe)
-    return model
-
-
 def planned_size(recipe: Recipe) -> tuple[int, int]:
     """Return `Plan.num_non_embedding` and the tokens of one step, without reading data.
 
@@ -481,6 +451,7 @@ def planned_size(recipe: Recipe) -> tuple[int, int]:
         UserError: the model cannot be built.
     """
     from scantling.groups import num_non_embedding
+    from scantling.trainer.planning.planned_model import planned_model
     from scantling.trainer.planning.resolve import resolve_run
 
     run = resolve_run(recipe, world_size=1, device="cpu")

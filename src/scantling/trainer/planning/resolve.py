@@ -11,7 +11,7 @@ from scantling.trainer.data.tokenizers import ByteTokenizer, load_tokenizer
 from scantling.trainer.models.build import recipe_task
 from scantling.trainer.planning.cache import PlanCache
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.recipe.schema import BpeTokenizer, CommSection
+from scantling.trainer.recipe.schema import BpeTokenizer
 from scantling.trainer.tasks import get_task
 from scantling.trainer.tasks.base import Task, TaskData
 
@@ -69,17 +69,6 @@ class ResolvedRun:
                 "files. Name what made them in data.tokenizer"
             )
         return ModelSizes(vocab_size, overrides, tuple(notes))
-
-    @cached_property
-    def comm(self) -> CommSection:
-        """Section `comm`, with the values that its budget of bytes chooses.
-
-        Raises:
-            UserError: no choice keeps to the budget.
-        """
-        from scantling.trainer.planning.traffic import fit_comm
-
-        return self.recipe.comm if self.recipe.comm.budget is None else fit_comm(self)
 
     @property
     def prepared_data(self) -> TaskData:

@@ -33,7 +33,7 @@ def plan_traffic(
     from scantling.comm import allreduce_wire_bytes, sharded_wire_bytes
     from scantling.trainer.models.sharding import gradient_ratio, whole_parameters
 
-    recipe, world_size, comm = run.recipe, run.world_size, run.comm
+    recipe, world_size, comm = run.recipe, run.world_size, chosen_comm(run)
     sends_all = comm.name == "allreduce"
     replicas, shards = recipe.parallel.mesh_shape(world_size)
     sent = 0
@@ -81,7 +81,26 @@ def _bytes_per_step(comm: CommSection, exchange: MomentumExchange, replicas: int
     return sent if comm.keeps_replicas_equal else sent / comm.sync_every
 
 
-def fit_comm(run: ResolvedRun) -> CommSection:
+def chosen_comm(run: ResolvedRun) -> CommSection:
+    """Return the section `comm` of a run, with the values that its budget of bytes chooses.
+
+    Raises:
+        UserError: no choice sends so few bytes.
+    """
+    from scantling.trainer.planning.cache import recipe_key
+
+    if run.recipe.comm.budget is None:
+        return run.recipe.comm
+    key = (
+        "comm",
+        recipe_key(run.recipe, "model", "data", "tensor", "comm", "parallel"),
+        repr(run.sizes),
+        run.world_size,
+    )
+    return run.cache.get(key, lambda: _fit_comm(run))
+
+
+def _fit_comm(run: ResolvedRun) -> CommSection:
     """Return the section `comm` of a run with the best quality that its budget allows.
 
     With `demo` this is the largest `topk`, with local steps the smallest `sync_every`.
@@ -92,7 +111,7 @@ def fit_comm(run: ResolvedRun) -> CommSection:
     from scantling.groups import param_groups
     from scantling.trainer.models.sharding import shard_groups
     from scantling.trainer.planning.memory import local_groups
-    from scantling.trainer.planning.plan import planned_model
+    from scantling.trainer.planning.planned_model import planned_model
 
     comm, recipe = run.recipe.comm, run.recipe
     assert comm.budget_bytes is not None
@@ -137,4 +156,4 @@ def note_on_budget(run: ResolvedRun) -> list[str]:
     if run.recipe.comm.budget is None:
         return []
     key = "topk" if run.recipe.comm.name == "demo" else "sync_every"
-    return [f"comm.budget: {run.recipe.comm.budget} allows {key}: {getattr(run.comm, key)}"]
+    return [f"comm.budget: {run.recipe.comm.budget} allows {key}: {getattr(chosen_comm(run), key)}"]

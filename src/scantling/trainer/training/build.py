@@ -54,8 +54,9 @@ from scantling.trainer.models.values import MetaModel, Read, drawn_values
 from scantling.trainer.planning.machine import host_memory
 from scantling.trainer.planning.memory import core_bytes, held_gradient_bytes, reads_one_by_one, replicas_here
 from scantling.trainer.planning.momentum import optimizer_groups
-from scantling.trainer.planning.plan import planned_model
+from scantling.trainer.planning.planned_model import planned_model
 from scantling.trainer.planning.resolve import ResolvedRun
+from scantling.trainer.planning.traffic import chosen_comm
 from scantling.trainer.recipe import Recipe
 from scantling.trainer.reporting.format import format_bytes
 from scantling.trainer.tasks.chunked_loss import check_same_loss
@@ -228,7 +229,7 @@ def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: Dist
         groups: of a sharded model, see `shard_groups`.
         context: of this process.
     """
-    recipe, section, mesh = run.recipe, run.comm, context.mesh
+    recipe, section, mesh = run.recipe, chosen_comm(run), context.mesh
     replicas = None if mesh is None else mesh[REPLICATE]
     between: GradientExchange | None = None
     if section.name == "demo":
