@@ -82,7 +82,8 @@ class LocalStepsExchange(GradientExchange):
         named = self._named_parameters()
         grads = [param.grad for param in named.values() if param.grad is not None]
         self.norm = total_norm(grads)
-        self.local_nonfinite, self.wire_bytes, self.exposed_s = not bool(torch.isfinite(self.norm)), 0, 0.0
+        self.local_nonfinite, self.nonfinite_ranks = not bool(torch.isfinite(self.norm)), ()
+        self.wire_bytes, self.exposed_s = 0, 0.0
         if not self.local_nonfinite:
             return
         self._bad = [

@@ -114,6 +114,15 @@ def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> No
     assert sizes[-1] <= 0.6 * sizes[0] * 1.02
 
 
+def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> None:
+    run_dir = run(recipe_of(tmp_path, train={"eval_every": 8, "checkpoint_every": 8}), tmp_path, "run", 2)
+    own = [record["loss"] for record in records(run_dir)]
+    alone = run(recipe_of(tmp_path, comm={}, train={"batch_size": 4}), tmp_path, "alone", 1)
+    # the first step's loss is that of half of the batch
+    assert own[0] != pytest.approx(records(alone)[0]["loss"], rel=1e-6)
+    assert [record["tokens"] for record in records(run_dir)] == [record["tokens"] for record in records(alone)]
+
+
 def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None})
     straight = run(recipe, tmp_path, "run", 2)

@@ -211,35 +211,41 @@ def _sharded_state(
     return targets
 
 
-def exchange_state(exchange: GradientExchange, model: nn.Module, context: DistContext, tensor: TensorTraining) -> State:
-    """Return the exchange's state of each replica, under keys of its number. Collective: a gather of JSON values."""
-    own = exchange.state_dict()
-    if of_ranks := tensor.replica_values():
-        own["tensor"] = of_ranks
+def exchange_state(
+    exchange: GradientExchange, model: nn.Module, context: DistContext, values: Mapping[str, Any]
+) -> State:
+    """Return the exchange's state of each replica, under keys of its number. Collective: a gather of JSON values.
+
+    Args:
+        exchange: of the run.
+        model: the model.
+        context: of this process.
+        values: further JSON values of this replica.
+    """
+    own = {**exchange.state_dict(), **({"replica": dict(values)} if values else {})}
     params = dict(model.named_parameters())
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
     # a key is the name of a parameter, or `<kind>/<name>`
     parts = {key: as_shard(value, params.get(key.rpartition("/")[2], value)) for key, value in tensors.items()}
     state = State({f"exchange/rank{context.replica}/{key}": part for key, part in parts.items()})
-    values = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
-    state.values["exchange"] = {str(replica): each for replica, each in enumerate(values[:: context.num_shards])}
+    gathered = context.all_gather_object({key: value for key, value in own.items() if key not in tensors})
+    state.values["exchange"] = {str(replica): each for replica, each in enumerate(gathered[:: context.num_shards])}
     return state
 
 
 def load_exchange(
-    exchange: GradientExchange,
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    context: DistContext,
-    tensor: TensorTraining,
-) -> None:
+    exchange: GradientExchange, model: nn.Module, checkpoint: Checkpoint, context: DistContext
+) -> dict[str, Any]:
     """Restore the exchange's state of this replica; with another number of replicas, the mean over the saved ones.
 
     Collectives: those of `_rank_tensors`.
+
+    Returns:
+        The further values of this replica; with another number M of them, those of replica i modulo M.
     """
     values = checkpoint.values.get("exchange", {})
     if not any(values.values()):
-        return
+        return {}
     # as many replicas: the state of this one; otherwise the mean over all saved ones
     ranks = range(len(values)) if len(values) != context.num_replicas else [context.replica]
     by_rank = _rank_tensors("exchange", checkpoint, ranks, context, dict(model.named_parameters()))
@@ -251,12 +257,10 @@ def load_exchange(
         )
     saved = list(by_rank.values())
     tensors = saved[0] if len(saved) == 1 else mean_of_tensors(saved)
-    # of other replicas, the importance of ranks cannot be averaged alone: it belongs to their optimizer states
-    of_ranks = values[str(context.replica % len(values))].get("tensor", {})
-    exchange.load_state_dict(
-        {**tensors, **{key: each for key, each in values[str(ranks[0])].items() if key != "tensor"}}
-    )
-    tensor.load_replica_values(of_ranks)
+    first = {key: each for key, each in values[str(ranks[0])].items() if key != "replica"}
+    exchange.load_state_dict({**tensors, **first})
+    own: dict[str, Any] = values[str(context.replica % len(values))].get("replica", {})
+    return own
 
 
 def _rank_tensors(

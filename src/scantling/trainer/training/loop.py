@@ -269,7 +269,7 @@ class Loop:
         )
         exchange = self.stepper.exchange
         # before the common weights, because it has the weights of this replica
-        of_exchange = exchange_state(exchange, self.model, self.context, self.stepper.tensor)
+        of_exchange = exchange_state(exchange, self.model, self.context, self._replica_values())
         with exchange.common_weights():
             state = merge_states(
                 model_state(self.model),
@@ -280,6 +280,12 @@ class Loop:
                 progress,
             )
             return self.checkpointer.save(self.step, state)
+
+    def _replica_values(self) -> dict[str, Any]:
+        """Return values that differ between replicas in local steps, for their checkpoints."""
+        if self._replicas is None:
+            return {}
+        return {"tensor": self.stepper.tensor.replica_values(), "unsummed": self.stepper.unsummed}
 
     @property
     def _replicas(self) -> DistContext | None:
@@ -310,7 +316,10 @@ class Loop:
         self.context.run_on_all(load)  # each rank names the files that it misses
         if self._replicas is not None:
             load_own_optimizer(self.stepper.optimizer, self.model, checkpoint, self.context)
-        load_exchange(self.stepper.exchange, self.model, checkpoint, self.context, self.stepper.tensor)
+        own = load_exchange(self.stepper.exchange, self.model, checkpoint, self.context)
+        self.stepper.tensor.load_replica_values(own.get("tensor", {}))
+        if checkpoint.manifest["world_size"] == self.context.world_size:  # rows of as many processes
+            self.stepper.unsummed = own.get("unsummed", [])
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal
         self.batches.load_state_dict(values["data"])

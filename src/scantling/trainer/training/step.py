@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from scantling.comm import GradientExchange
 from scantling.comm.transport.shards import clip_gradients, combine_norms, local_norm, to_local, total_norm
 from scantling.distributed.context import DistContext
+from scantling.distributed.mesh import SHARD
 from scantling.errors import NonFiniteError
 from scantling.numerics.device import autocast
 from scantling.numerics.torch_private import found_inf
@@ -28,10 +29,13 @@ from scantling.trainer.training.cuda_graphs import CudaGraphs, StepGraphs
 from scantling.trainer.training.meters import Stopwatch
 from scantling.trainer.training.tensor_training import TensorTraining
 
+MOST_UNSUMMED = 10
+"""Most local steps without a sum over replicas, which also tells them of a signal to stop."""
+
 
 @dataclass
 class StepResult:
-    """Result of one step."""
+    """Result of one step; in local steps see `Stepper._finish_local_step`."""
 
     loss: float
     """Mean loss per target over all processes, in nats, before the update."""
@@ -81,6 +85,8 @@ class Stepper:
         self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(context.device)
+        self.unsummed: list[list[float]] = []
+        self.last_loss = 0.0
         self.graphs = StepGraphs(model, self._run_unwatched_passes, self._update, CudaGraphs) if graph else None
 
     def step(
@@ -94,7 +100,7 @@ class Stepper:
         """
         self.tensor.begin_step()
         counts = self._count_targets(batches)
-        scale = self.context.world_size / counts[0].float()  # the exchange averages over processes
+        scale = self._num_averaged / counts[0].float()  # the exchange averages over processes
         self.watch.lap("data")
         # forward and backward passes, and the exchange
         replayed = None if self.graphs is None else self.graphs.run_passes(batches, scale)
@@ -111,7 +117,12 @@ class Stepper:
         # a finite loss with non-finite fp16 gradients means that the loss scale was too large
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
         # ranks whose gradients the exchange left out are no failure, unless it left out all
-        if bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
+        if not self.exchange.keeps_replicas_equal:
+            if bad_losses:  # no other replica knows of it
+                self.exchange.local_nonfinite = True
+                self.optimizer.zero_grad(set_to_none=True)
+                total, skipped_targets = 0.0, targets
+        elif bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
             self._raise_nonfinite(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         # clip and update
         if self.graphs is not None and replayed is not None:
@@ -129,16 +140,65 @@ class Stepper:
         if self.tensor.end_step(step, self.optimizer, self.exchange):
             self.reshape(batches[-1])
         self.watch.lap("optimizer")
+        if not self.exchange.keeps_replicas_equal:
+            own = [total, targets - skipped_targets, tokens, float(stops > 0)]
+            self.last_loss = float(own_loss) / targets if torch.isfinite(own_loss) else self.last_loss
+            return self._finish_local_step(step, own, self.last_loss, float(norm))
         return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
 
+    def _finish_local_step(self, step: int, own: list[float], loss: float, norm: float) -> StepResult:
+        """Return the result of a local step, in which replicas sum nothing; they do after an exchange or ten steps.
+
+        The sums cost a round trip, in which nothing else happens. In between, the loss is that of this replica, and the
+        other replicas are taken to have as many tokens.
+
+        Args:
+            step: number of the step.
+            own: loss sum, targets, tokens and whether to stop, of this replica.
+            loss: mean over the targets of this replica, also if its gradient was left out; the last finite one.
+            norm: of the gradient of this replica.
+        """
+        replicas = self.context.num_replicas
+        flags = [float(self.exchange.local_nonfinite and rank == self.context.rank) for rank in self._ranks]
+        self.unsummed.append([*own, *flags])
+        if not self.exchange.is_synchronized and len(self.unsummed) < MOST_UNSUMMED:
+            return StepResult(loss, norm, int(own[2]) * replicas, False, False)
+        reported = replicas * sum(row[2] for row in self.unsummed[:-1])
+        rows = torch.tensor(self.unsummed, dtype=torch.float64, device=self.context.device)
+        self.unsummed = []
+        # the processes of a replica have the same row
+        losses, targets, tokens, stops, *left_out = (self.context.all_reduce(rows) / self.context.num_shards).T.tolist()
+        self.exchange.nonfinite_ranks = tuple(rank for rank in self._ranks if any(left_out[rank]))
+        if not any(targets):
+            self._raise_nonfinite(step, torch.tensor(loss))
+        mean = losses[-1] / targets[-1] if targets[-1] else loss
+        return StepResult(mean, norm, round(sum(tokens) - reported), False, any(stops))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.context.world_size)
+
+    @property
+    def _num_averaged(self) -> int:
+        """Processes over which the gradients of a step are averaged."""
+        return self.context.world_size if self.exchange.keeps_replicas_equal else self.context.num_shards
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Sum a small tensor in place, over all processes, or in local steps over those of the replica."""
+        if self.exchange.keeps_replicas_equal:
+            return self.context.all_reduce(values)
+        if self.context.mesh is not None:
+            dist.all_reduce(values, group=self.context.mesh.get_group(SHARD))
+        return values
+
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the targets and tokens of all processes, (2,), on the device."""
+        """Return the targets and tokens of all processes, or in local steps of the replica, (2,), on the device."""
         own = [sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)]
         # float64 counts exactly up to 2**53
-        return self.context.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.context.device))
+        return self._sum(torch.tensor(own, dtype=torch.float64, device=self.context.device))
 
     def _reduce_checks(self, loss_sum: Tensor, norm: Tensor, stop: bool, batches: Sequence[Batch]) -> list[float]:
-        """Sum over processes: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
+        """Sum as `_sum` does: loss, non-finite losses, non-finite norms, stop requests, skipped targets."""
         # (3,): count non-finite values separately, because one NaN makes the whole sum NaN
         own = torch.stack([loss_sum, (~torch.isfinite(loss_sum)).double(), (~torch.isfinite(norm)).double()])
         own_skipped = 0.0
@@ -146,14 +206,8 @@ class Stepper:
             own.zero_()
             own_skipped = float(sum(b.num_targets for b in batches))
         rest = torch.tensor([float(stop), own_skipped], dtype=torch.float64, device=own.device)
-        if self.exchange.keeps_replicas_equal:
-            return self.context.all_reduce(torch.cat([own, rest])).tolist()
-        # no message tells the other replicas
-        flags = rest.new_zeros(self.context.world_size)
-        flags[self.context.rank] = float(self.exchange.local_nonfinite)
-        totals: list[float] = self.context.all_reduce(torch.cat([own, rest, flags])).tolist()
-        self.exchange.nonfinite_ranks = tuple(rank for rank, flag in enumerate(totals[5:]) if flag)
-        return totals[:5]
+        totals: list[float] = self._sum(torch.cat([own, rest])).tolist()
+        return totals
 
     def _run_passes(self, batches: Sequence[Batch], scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes of all micro-batches, and the exchange; return loss sum and norm."""
