@@ -118,7 +118,7 @@ def main() -> int:
         names = ("fp32", "stochastic")
         side_by_side(options.jobs, ledger.run, [run_spec(name, s, is_scratch=True) for name in names for s in SEEDS])
     else:
-        side_by_side(options.jobs, ledger.run, [run_spec(name, seed) for seed in SEEDS for name in RUNS])
+        side_by_side(options.jobs, ledger.run, [run_spec(name, seed) for name in RUNS for seed in SEEDS])
     return 0
 
 
