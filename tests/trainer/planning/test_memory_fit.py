@@ -13,7 +13,7 @@ import torch
 import scantling as sc
 from scantling.cli import run
 from scantling.errors import UserError
-from scantling.trainer.planning import fit
+from scantling.trainer.planning import changes, fit
 from scantling.trainer.planning.fit import Fit, check_fit
 from scantling.trainer.planning.machine import MachineMemory, host_memory
 from scantling.trainer.planning.plan import Plan, plan_run
@@ -35,6 +35,13 @@ def fit_of(recipe: RecipeLike, planned: Plan | None = None, *, world_size: int =
     """Return the fit of a recipe on a CPU."""
     run = resolve_run(load_recipe(recipe), world_size=world_size, device="cpu")
     return check_fit(run, planned or plan_run(run))
+
+
+@pytest.fixture(autouse=True)
+def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search to the end, also on a busy machine; a test of the limit sets its own."""
+    monkeypatch.setattr(changes, "LIMIT_S", 1000.0)
+    monkeypatch.setattr(changes, "ENOUGH_S", 1000.0)
 
 
 def batch_recipe(folder: Path, **train: Any) -> dict[str, Any]:
