@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -438,3 +439,19 @@ def test_checkpoint_classes_take_our_arguments() -> None:
     info = torch_private.checkpoint_storage_info("__0_0.distcp", 8, 16)
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 8, 16)
     assert torch_private.checkpoint_file_prefix("__3_").prefix == "__3_"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (1, 5, 2), (3, 1, 4), (2, 8, 1), (17, 33, 9)])
+@pytest.mark.parametrize("layouts", itertools.product(("rows", "columns", "slice"), repeat=2), ids=" ".join)
+def test_int8_products_of_all_layouts_are_exact(sizes: tuple[int, int, int], layouts: tuple[str, str]) -> None:
+    """A transposed column has one row, whose stride is 1: CPUs with int8 instructions read past it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(rows: int, columns: int, layout: str) -> torch.Tensor:
+        shape = {"rows": (rows, columns), "columns": (columns, rows), "slice": (rows, columns + 5)}[layout]
+        values = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+        return values.t() if layout == "columns" else values[:, :columns]
+
+    m, k, n = sizes
+    left, right = make(m, k, layouts[0]), make(k, n, layouts[1])
+    assert torch.equal(torch_private.int8_matmul(left, right).long(), left.long() @ right.long())

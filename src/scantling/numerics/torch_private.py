@@ -41,8 +41,23 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 # Products of int8 and float8 codes. `torch.matmul` refuses these dtypes.
-int8_matmul = torch._int_mm
 float8_matmul = torch._scaled_mm
+
+
+def int8_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the product of int8 matrices in int32; (m, k), (k, n) -> (m, n).
+
+    On a CPU with int8 instructions, PyTorch 2.13 reads a matrix of one row by the stride between rows, which a
+    transposed column has as 1.
+    """
+    return torch._int_mm(_with_row_stride(left), _with_row_stride(right))
+
+
+def _with_row_stride(matrix: torch.Tensor) -> torch.Tensor:
+    if matrix.shape[0] != 1 or matrix.device.type != "cpu":
+        return matrix
+    return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
+
 
 # A context without the `__torch_function__` of tensor subclasses. There is no public counterpart.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

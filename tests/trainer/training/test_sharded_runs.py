@@ -67,11 +67,8 @@ QUICK = (
     "released allreduce micro checkpointed",
 )
 """Cases that run by default; together they have most of the parts."""
-ROUGH = {"bf16": 0.02, "bf16 micro": 0.02, "target adamw demo products": 0.005}
-"""Largest difference of the loss; by default fp32 rounding.
-
-Rounding to int8 magnifies it, and can then tip the choice between ranks that matter about as much.
-"""
+ROUGH = {"bf16": 0.02}
+"""Largest difference of the loss; by default fp32 rounding."""
 
 
 def recipe_of(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
@@ -110,9 +107,8 @@ def test_sharded_run_equals_unsharded_and_resumes_bitwise(
         record_property(key, max(abs(other[key] / one[key] - 1) for one, other in pairs))
     record_property("mesh", f"{replicas} x {shards}")
     for one, other in pairs:
-        assert other["loss"] == pytest.approx(one["loss"], abs=ROUGH.get(name, 2e-5) * one["step"])
-        if "target" not in name or name not in ROUGH:
-            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
+        assert other["loss"] == pytest.approx(one["loss"], abs=ROUGH.get(name.split()[0], 2e-5) * one["step"])
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
         if "tensor" not in name and "target" not in name:  # TT layers stay whole
             assert other["weight_bytes"] < 0.9 * one["weight_bytes"]
             assert other["optimizer_state_bytes"] < 0.9 * one["optimizer_state_bytes"]
