@@ -47,7 +47,7 @@ def run_tests(path: str) -> list[dict[str, str | None]]:
     """Run the tests of one path and return the name, the outcome and the recorded properties of each."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", path, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", path, f"--junitxml={report}", "-o", "junit_family=xunit1"]
         subprocess.run(command, cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes: list[dict[str, str | None]] = []
