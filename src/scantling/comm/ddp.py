@@ -127,7 +127,6 @@ def _average(
     return averaged
 
 
-@torch.no_grad()
 def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that `average_buffers` averages by name, on this process."""
     return {
@@ -138,6 +137,7 @@ def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
 def average_buffers(model: nn.Module, process_group: Any = None) -> int:
     """Replace the buffers of all replicas by their mean, such as the running statistics of batch normalization.
 
