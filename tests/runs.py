@@ -126,6 +126,14 @@ def scantling(
         return subprocess.CompletedProcess(arguments, code, out, err)
 
 
+def train_run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path:
+    """Train a recipe to its end in child processes, and return its run directory `folder / name`."""
+    path = write_recipe(folder / f"{name}.yaml", recipe)
+    done = scantling("train", path, "--run-dir", folder / name, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
 @dataclass(frozen=True)
 class Ended:
     """Result of one of several processes.

@@ -107,8 +107,7 @@ class LocalStepsExchange(GradientExchange):
         return self.wire_bytes
 
     def adopt_weights(self) -> None:
-        for param, anchor in zip(self._named_parameters().values(), self.outer.anchors, strict=True):
-            anchor.copy_(to_local(param))
+        self.outer.adopt_parameters()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         outer = self.outer
@@ -194,8 +193,8 @@ class LocalStepsExchange(GradientExchange):
         self._keep_buffers()
         own = {name.removeprefix(_OWN): value for name, value in tensors.items() if name.startswith(_OWN)}
         self.outer.is_synchronized = not own
-        for (name, param), anchor in zip(named.items(), self.outer.anchors, strict=True):
-            anchor.copy_(to_local(param))
+        self.outer.adopt_parameters()
+        for name, param in named.items():
             if _OUTER + name in tensors:
                 momentum = torch.zeros_like(param)
                 to_local(momentum).copy_(tensors[_OUTER + name])

@@ -123,9 +123,13 @@ class OuterOptimizer:
         self.outer.step()
         # Pseudo-gradients must not add to the next local gradients.
         self.outer.zero_grad()
+        self.adopt_parameters()
+        self.is_synchronized = True
+
+    def adopt_parameters(self) -> None:
+        """Take the parameters of this replica, which are equal on all of them, as the common ones."""
         for param, anchor in zip(self._params, self.anchors, strict=True):
             anchor.copy_(to_local(param))
-        self.is_synchronized = True
 
 
 class LocalSteps(OuterOptimizer):

@@ -14,7 +14,7 @@ import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.trained_run import evaluate_run
-from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
 from tests.trainer.training import poisoned
 
 pytestmark = pytest.mark.dist
@@ -51,13 +51,6 @@ def recipe_of(folder: Path, **sections: Any) -> dict[str, Any]:
     return tiny_recipe(folder, **{**own, **sections, "train": {**own["train"], **sections.get("train", {})}})
 
 
-def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path:
-    path = write_recipe(folder / f"{name}.yaml", recipe)
-    done = scantling("train", path, "--run-dir", folder / name, processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / name
-
-
 def resume(straight: Path, name: str, step: int, processes: int, *settings: str) -> Path:
     """Copy a run, remove its checkpoints after a step, and resume it."""
     copy = straight.parent / name
@@ -73,7 +66,7 @@ def resume(straight: Path, name: str, step: int, processes: int, *settings: str)
 def test_resume_between_exchanges_is_bitwise(name: str, tmp_path: Path) -> None:
     """Exchanges come after steps 3, 6 and 8, the last; checkpoints after 2, 4, 6 and 8."""
     processes, sections = CASES[name]
-    straight = run(recipe_of(tmp_path, **sections), tmp_path, "straight", processes)
+    straight = train_run(recipe_of(tmp_path, **sections), tmp_path, "straight", processes)
     sent = [record["wire_bytes"] for record in records(straight)]
     if "sharded" not in name:
         assert [bool(each) for each in sent] == [False, False, True, False, False, True, False, True]
@@ -97,8 +90,8 @@ def test_resume_between_exchanges_is_bitwise(name: str, tmp_path: Path) -> None:
 def test_one_replica_takes_the_steps_of_its_own_optimizer(tmp_path: Path) -> None:
     """With outer_lr 1 and no outer momentum, the outer step p0 - (p0 - p) is the weights of the replica."""
     comm = {"name": "diloco", "sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
-    local = run(recipe_of(tmp_path, comm=comm), tmp_path, "local", 1)
-    alone = run(recipe_of(tmp_path, comm={}), tmp_path, "alone", 1)
+    local = train_run(recipe_of(tmp_path, comm=comm), tmp_path, "local", 1)
+    alone = train_run(recipe_of(tmp_path, comm={}), tmp_path, "alone", 1)
     for one, other in zip(records(alone), records(local), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
@@ -107,7 +100,7 @@ def test_one_replica_takes_the_steps_of_its_own_optimizer(tmp_path: Path) -> Non
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> None:
     """Due after steps 2, 4 and 5, they are removed after the exchanges of steps 3 and 6."""
-    run_dir = run(recipe_of(tmp_path, tensor=TARGET), tmp_path, "run", processes)
+    run_dir = train_run(recipe_of(tmp_path, tensor=TARGET), tmp_path, "run", processes)
     sizes = [record["tensor_parameters"] for record in records(run_dir)]
     assert len({*sizes[:2]}) == len({*sizes[3:5]}) == len({*sizes[5:]}) == 1
     assert sizes[0] > sizes[3] > sizes[5]
@@ -115,9 +108,9 @@ def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> No
 
 
 def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> None:
-    run_dir = run(recipe_of(tmp_path, train={"eval_every": 8, "checkpoint_every": 8}), tmp_path, "run", 2)
+    run_dir = train_run(recipe_of(tmp_path, train={"eval_every": 8, "checkpoint_every": 8}), tmp_path, "run", 2)
     own = [record["loss"] for record in records(run_dir)]
-    alone = run(recipe_of(tmp_path, comm={}, train={"batch_size": 4}), tmp_path, "alone", 1)
+    alone = train_run(recipe_of(tmp_path, comm={}, train={"batch_size": 4}), tmp_path, "alone", 1)
     # the first step's loss is that of half of the batch
     assert own[0] != pytest.approx(records(alone)[0]["loss"], rel=1e-6)
     assert [record["tokens"] for record in records(run_dir)] == [record["tokens"] for record in records(alone)]
@@ -125,7 +118,7 @@ def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> N
 
 def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None})
-    straight = run(recipe, tmp_path, "run", 2)
+    straight = train_run(recipe, tmp_path, "run", 2)
     sent = [record["wire_bytes"] for record in records(straight)]
     planned = json.loads((straight / "plan.json").read_text())
     assert sum(sent[2:]) / len(sent[2:]) == pytest.approx(planned["wire_bytes"], rel=0.02)
@@ -134,7 +127,7 @@ def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
 
 def test_resume_on_another_number_of_replicas(tmp_path: Path) -> None:
     """The weights between exchanges are averaged, and replica 2 has the optimizer state of replica 0."""
-    straight = run(recipe_of(tmp_path, train={"batch_size": 6}), tmp_path, "straight", 2)
+    straight = train_run(recipe_of(tmp_path, train={"batch_size": 6}), tmp_path, "straight", 2)
     wide = resume(straight, "wide", 4, 3)
     one, other = records(straight), records(wide)
     assert [record["step"] for record in other] == list(range(1, 9))
@@ -209,7 +202,7 @@ def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
 def test_run_keeps_to_its_budget(tmp_path: Path) -> None:
     comm = {key: value for key, value in LOCAL.items() if key != "sync_every"}
     comm |= {"budget": "2 kB/step", "check_every": None}
-    folder = run(recipe_of(tmp_path, comm=comm, train={"steps": 12, "eval_every": 12}), tmp_path, "run", 2)
+    folder = train_run(recipe_of(tmp_path, comm=comm, train={"steps": 12, "eval_every": 12}), tmp_path, "run", 2)
     sent = [record["wire_bytes"] for record in records(folder)]
     assert records(folder)[-1]["wire_budget_bytes"] == 2_000
     assert sum(bool(each) for each in sent[:-1]) < 11

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scantling.trainer.training.trained_run import evaluate_run, load_run
-from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, write_recipe
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
 from tests.trainer.training import poisoned, small_memory
 
 pytestmark = pytest.mark.dist
@@ -85,13 +85,6 @@ def recipe_of(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
     return tiny_recipe(folder, **sections, parallel=parallel)
 
 
-def run(recipe: dict[str, Any], folder: Path, name: str, processes: int) -> Path:
-    path = write_recipe(folder / f"{name}.yaml", recipe)
-    done = scantling("train", path, "--run-dir", folder / name, processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / name
-
-
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MATRIX]
 )
@@ -100,8 +93,8 @@ def test_sharded_run_equals_unsharded_and_resumes_bitwise(
 ) -> None:
     """The properties are written into benchmarks/results by benchmarks/endurance.py."""
     replicas, shards = MATRIX[name]
-    whole = run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
-    sharded = run(recipe_of(name, tmp_path, shard=shards), tmp_path, "sharded", replicas * shards)
+    whole = train_run(recipe_of(name, tmp_path), tmp_path, "whole", replicas if "demo" in name else 1)
+    sharded = train_run(recipe_of(name, tmp_path, shard=shards), tmp_path, "sharded", replicas * shards)
     pairs = list(zip(records(whole), records(sharded), strict=True))
     for key in ("loss", "grad_norm"):
         record_property(key, max(abs(other[key] / one[key] - 1) for one, other in pairs))
@@ -139,7 +132,7 @@ def test_resume_on_another_mesh_keeps_model_and_optimizer(tmp_path: Path) -> Non
     recipe = recipe_of("tensor int8 demo", tmp_path, shard=2)
     recipe["tensor"] = {"rank": {"*mlp*": 4}}  # attention and the embedding are dense
     recipe["train"] |= {"steps": 10, "checkpoint_every": 2, "keep_checkpoints": 9, "schedule": "constant"}
-    first = run(recipe, tmp_path, "first", 4)
+    first = train_run(recipe, tmp_path, "first", 4)
     for name, processes, shard in (("narrow", 2, 2), ("replicas", 2, 1), ("one", 1, 1), ("wide", 3, 3)):
         shutil.copytree(first, tmp_path / name)
         forget(tmp_path / name, 4)
@@ -162,7 +155,7 @@ def test_several_processes_evaluate_shards(tmp_path: Path) -> None:
     """Also with fewer samples than processes, when some have no batch of their own."""
     recipe = recipe_of("target adamw", tmp_path, shard=2)
     recipe["train"] |= {"eval_samples": 5, "micro_batch_size": 1}
-    folder = run(recipe, tmp_path, "run", 2)
+    folder = train_run(recipe, tmp_path, "run", 2)
     expected = evaluate_run(folder)["eval_loss"]
     assert records(folder)[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
     for processes in (2, 3):
@@ -237,8 +230,8 @@ def test_stored_weights_are_those_of_an_unsharded_run(name: str, processes: int,
     torch.manual_seed(5)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     recipe["model"] = {"hf": str(tmp_path / "model")}
-    sharded = run(recipe, tmp_path, "sharded", processes)
-    whole = run({**recipe, "parallel": {}}, tmp_path, "whole", processes // 2)
+    sharded = train_run(recipe, tmp_path, "sharded", processes)
+    whole = train_run({**recipe, "parallel": {}}, tmp_path, "whole", processes // 2)
     for one, other in zip(records(whole), records(sharded), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=2e-5 * one["step"])
 
@@ -259,7 +252,7 @@ def test_model_larger_than_memory_is_drawn_weight_by_weight(processes: int, tmp_
     for one, other in zip(found[0], found[-1], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=2e-5 * one["step"])
     if processes == 1:
-        whole = run(recipe, tmp_path, "whole", 1)
+        whole = train_run(recipe, tmp_path, "whole", 1)
         assert abs(records(whole)[0]["loss"] - found[0][0]["loss"]) > 1e-4
 
 

@@ -164,7 +164,11 @@ def trace_step(
         UserError: the model cannot be traced, for example because its control flow depends on values.
     """
     try:
-        with _silent("torch._subclasses.fake_tensor"), FakeTensorMode(allow_non_fake_inputs=True):
+        # its errors are also raised
+        with (
+            silent_logger("torch._subclasses.fake_tensor", logging.CRITICAL),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
             # fake tensors on the CPU: kernels are selected by device, and meta tensors would select others
             model.to_empty(device="cpu")
             # to_empty allocates each parameter separately, which breaks ties
@@ -333,12 +337,12 @@ def _stated_flops(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Silence a logger whose errors are also raised."""
+def silent_logger(name: str, level: int) -> Iterator[None]:
+    """Context in which a logger emits only messages of at least this level."""
     named = logging.getLogger(name)
-    level = named.level
-    named.setLevel(logging.CRITICAL)
+    before = named.level
+    named.setLevel(level)
     try:
         yield
     finally:
-        named.setLevel(level)
+        named.setLevel(before)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scantling.errors import UserError
+from scantling.trainer.models.costs import silent_logger
 from scantling.trainer.planning.memory import allocator_bytes
 from scantling.trainer.planning.passes import num_parts
 from scantling.trainer.planning.plan import Plan, plan_run
@@ -113,7 +113,7 @@ def find_changes(run: ResolvedRun, planned: Plan, limit: int) -> Search:
         limit: in bytes, for one process.
     """
     search = _Searcher(run, planned, limit)
-    with silent_warnings():
+    with silent_logger("scantling", logging.ERROR):  # the user did not ask for these plans
         search.run()
     return Search(tuple(search.suggestions), search.least, search.largest_micro_batch_size)
 
@@ -136,18 +136,6 @@ def _format_value(value: Any) -> str:
     return (
         {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
     )
-
-
-@contextmanager
-def silent_warnings() -> Iterator[None]:
-    """Silence the warnings of a plan that the user did not ask for."""
-    logger = logging.getLogger("scantling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Searcher:

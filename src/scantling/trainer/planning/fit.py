@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scantling.torchrun_env import local_world_size_from_env, world_size_from_env
-from scantling.trainer.planning.changes import Search, Suggestion, find_changes, silent_warnings
+from scantling.trainer.models.costs import silent_logger
+from scantling.trainer.planning.changes import Search, Suggestion, find_changes
 from scantling.trainer.planning.machine import MachineMemory, machine_memory
 from scantling.trainer.planning.plan import Plan, plan_run
 from scantling.trainer.planning.resolve import ResolvedRun
@@ -138,5 +140,5 @@ def check_fit(run: ResolvedRun, planned: Plan, *, search: bool = True) -> Fit:
 
 def silent_plan(run: ResolvedRun) -> Plan:
     """Return `plan_run(run)` without its warnings, which the first plan or the run itself emits."""
-    with silent_warnings():
+    with silent_logger("scantling", logging.ERROR):
         return plan_run(run)
