@@ -118,8 +118,8 @@ class Codec:
         for block_group in self.block_groups:
             places = [slot.param for slot in block_group.slots]
             residuals, gradients = ([each[place] for place in places] for each in (self.residuals, self.gradients))
-            if triton.can_select(block_group, residuals, gradients):
-                found.append(triton.select(block_group, residuals, gradients))
+            if triton.can_accumulate(block_group, residuals, gradients):
+                found.append(triton.accumulate_and_select(block_group, residuals, gradients))
                 continue
             for residual, gradient in zip(residuals, gradients, strict=True):
                 torch.add(gradient, residual, alpha=block_group.spec.decay, out=residual)

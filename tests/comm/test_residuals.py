@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scantling.comm.config import RESIDUAL_ROW as ROW
 from scantling.comm.config import ExchangeConfig
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import MIN_MATRIX_NUMEL, residual_bytes
-from scantling.comm.layout import RESIDUAL_ROW as ROW
 from scantling.comm.residuals import Residuals
 from tests.comm.replicas import ThreadGroup, together
 from tests.comm.test_exchange import gradient, make_exchange, make_params

@@ -23,6 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from scantling.comm.codec import triton
 from scantling.comm.codec.block_group import BlockGroup, BlockSpec
 from scantling.comm.codec.message import HEADER_BYTES, Header, check_headers, pack_message, unpack_messages
 from scantling.comm.codec.topk import TopKCodec
@@ -90,10 +91,11 @@ def exchange_coefficients(
     outcomes = []
     for number, block_group in enumerate(block_groups):
         codec = block_group.spec.codec
-        # This replica's own part needs no unpacking: its values only have to be quantized like those of the others.
+        # On a CPU it is cheaper to quantize this replica's own values than to unpack them.
+        quantizes_own = not triton.can_pack(selected[number][1])
         parts = [
             codec.round_trip(*selected[number])
-            if rank == header.rank
+            if quantizes_own and rank == header.rank
             else codec.unpack(message[number], block_group.count)
             for rank, message in zip(valid, messages, strict=True)
         ]
@@ -137,11 +139,8 @@ def _exchange_by_owners(
     reply_codecs = [_reply_codec(codec) for codec in codecs]
     own_reply, exact_means = [], []
     for number, (codec, reply_codec, share) in enumerate(zip(codecs, reply_codecs, shares, strict=True)):
-        # (share, size) fp32; ranks are added in ascending order.
-        total = torch.zeros(share, codec.size, dtype=torch.float32, device=bodies[0].device)
-        for message in received:
-            codec.add(*codec.unpack(message[number], share), to=total)
-        index, values = reply_codec.select(total / len(valid))
+        coefficients = [codec.unpack(message[number], share) for message in received]
+        index, values = _select_again(block_groups[number], reply_codec, coefficients)
         exact_means.append(values)
         own_reply.append(reply_codec.pack(index, values))
     # 3. Send the reply to all replicas.
@@ -223,9 +222,11 @@ def _mean(spec: BlockSpec, parts: Sequence[Sparse], *, over_senders: bool) -> Sp
     codec = spec.codec
     # With few coefficients per block, decoding them sparsely is cheaper than adding up whole blocks.
     most = spec.width // 2 if spec.transformed else codec.size // 4
+    if triton.can_pack(parts[0][1]):  # a kernel needs no whole blocks
+        most = codec.size * len(parts)
     if not over_senders and not codec.is_dense and len(parts) * codec.k <= most:
-        indices = torch.cat([index for index, _ in parts if index is not None], dim=1)  # (count, senders * k)
-        return indices, torch.cat([values for _, values in parts], dim=1) / len(parts)
+        indices, values = _side_by_side(parts)
+        return indices, values / len(parts)
     total = parts[0][1].new_zeros(len(parts[0][1]), codec.size)
     senders = torch.zeros_like(total) if over_senders else None
     for index, values in parts:  # one rank at a time: distinct indices, and a fixed order of sums
@@ -234,6 +235,24 @@ def _mean(spec: BlockSpec, parts: Sequence[Sparse], *, over_senders: bool) -> Sp
             codec.add(index, torch.ones_like(values), to=senders)
     # At least 1: a coefficient that no rank sent stays 0.
     return None, total.div_(len(parts) if senders is None else senders.clamp_(min=1.0))
+
+
+def _side_by_side(parts: Sequence[Sparse]) -> tuple[Tensor, Tensor]:
+    """Return the coefficients of several senders in one row for each block: (count, senders * k)."""
+    indices = torch.cat([index for index, _ in parts if index is not None], dim=1)
+    return indices, torch.cat([values for _, values in parts], dim=1)
+
+
+def _select_again(block_group: BlockGroup, codec: TopKCodec, parts: Sequence[Sparse]) -> Sparse:
+    """Return the largest coefficients of the mean over the senders of a part of the blocks."""
+    first = parts[0][1]
+    if triton.can_select_again(block_group, first):
+        return triton.select_again(block_group, *_side_by_side(parts), len(parts), codec.k)
+    # (share, size) fp32; ranks are added in ascending order.
+    total = torch.zeros(len(first), codec.size, dtype=torch.float32, device=first.device)
+    for index, values in parts:
+        codec.add(index, values, to=total)
+    return codec.select(total / len(parts))
 
 
 def _split_by_owner(selected: Sparse, share: int, world_size: int) -> list[Sparse]:
@@ -260,6 +279,8 @@ def _mask_unselected(codec: TopKCodec, sent: Sparse, selected: Tensor | None) ->
     index, values = sent
     if index is None or selected is None:
         return sent
+    if triton.can_pack(values):
+        return index, triton.mask_unselected(index, values, selected)
     # (count, size), True for the coefficients of the mean
     mask = torch.zeros(len(values), codec.size, dtype=torch.bool, device=values.device).scatter_(1, selected, True)
     return index, values * mask.gather(1, index)

@@ -21,6 +21,8 @@ ResidualFormat: TypeAlias = Literal["fp32", "int8"]
 Strategy: TypeAlias = Literal["all_gather", "owner", "dense"]
 Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "dense"]
 Class = TypeVar("Class", bound=type)
+RESIDUAL_ROW = 64
+"""Elements of an int8 residual that share a scale: a row of a block, if the blocks have the default size."""
 
 
 def _about(doc: str, *, least: float | None = None, most: float | None = None, **flags: bool) -> dict[str, Any]:
@@ -53,7 +55,7 @@ class ExchangeConfig:
     residual: ResidualFormat = field(
         default="fp32",
         metadata=_about(
-            "Format of the residuals of matrices; int8 uses stochastic rounding and 1.03 bytes per element.",
+            "Format of the residuals of matrices; int8 uses stochastic rounding and 1.06 bytes per element.",
             per_group=True,
         ),
     )

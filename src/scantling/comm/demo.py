@@ -328,6 +328,7 @@ class DeMo(torch.optim.Optimizer):
                     "load_shared_state_dict and what scantling.comm.merge_local_states returns. For "
                     "torch.distributed.checkpoint use scantling.comm.rank_tensors"
                 )
+        self.exchange.residuals.subtract_sent()  # into the state that is replaced here
         load_keeping_dtypes(self, super().load_state_dict, state_dict, _check_state, _copy_to_device)
         self.exchange.discard_pending()
         for group in self.param_groups:
@@ -365,6 +366,7 @@ class DeMo(torch.optim.Optimizer):
         if not isinstance(state_dict, dict) or set(state_dict) != {"state", "groups"}:
             given = f"the keys {', '.join(map(str, state_dict))}" if isinstance(state_dict, dict) else repr(state_dict)
             raise UserError(f"load what shared_state_dict returned, with 'state' and 'groups'; given {given}")
+        self.exchange.residuals.subtract_sent()
         # `load_state_dict` replaces the state: keep the residuals, which are not shared.
         residuals = {
             param: {key: state[key] for key in KEYS if key in state} for param, state in list(self.state.items())

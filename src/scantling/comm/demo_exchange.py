@@ -95,7 +95,7 @@ class DemoExchange(GradientExchange):
         divergence = self.inner.replica_divergence
         num_bytes = sum(
             value.nbytes
-            for state in self.inner.state.values()
+            for state in self.inner.residuals.state.values()
             for key, value in state.items()
             if key.startswith("residual")
         )

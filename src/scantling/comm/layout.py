@@ -26,7 +26,7 @@ from scantling.comm.codec.block_group import BlockGroup, BlockSpec, ParamSlot
 from scantling.comm.codec.blocks import BlockGrid, even_side, make_grid
 from scantling.comm.codec.topk import TopKCodec
 from scantling.comm.collectives import cheapest_strategy, wire_bytes
-from scantling.comm.config import ExchangeConfig, ResidualFormat, Strategy
+from scantling.comm.config import RESIDUAL_ROW, ExchangeConfig, ResidualFormat, Strategy
 from scantling.comm.consistency import check_replicas
 from scantling.comm.param_groups import (
     COMPARED_OPTIONS,
@@ -46,12 +46,10 @@ logger = logging.getLogger(__name__)
 MIN_MATRIX_NUMEL = 4096
 ROW = 128
 """Largest number of elements of a dense parameter that share a scale."""
-RESIDUAL_ROW = 128
-"""Elements of an int8 residual that share a scale."""
 MAX_GROUP_NUMEL = 1 << 24
 """Elements of a block group, which bounds temporary memory; a larger parameter has its own group."""
-MAX_GROUP_NUMEL_CUDA = 1 << 26
-"""The same on a GPU, where launches cost more than memory."""
+MAX_GROUP_NUMEL_CUDA = 1 << 28
+"""The same on a GPU, where launches cost more than memory, and kernels need no temporary blocks."""
 CODEC_NS_PER_ELEMENT = 21.0
 """Time of one exchange without a network on a CPU core: benchmarks/results/comm-codec-cpu-2026-11-26.json."""
 MAX_BUCKETS = 8

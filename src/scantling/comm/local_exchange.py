@@ -155,7 +155,10 @@ class LocalStepsExchange(GradientExchange):
         """Return the bytes of residuals, common weights and outer momentum, and the divergence once it was measured."""
         exchange = self.outer.exchange
         kept = [
-            value for state in exchange.state.values() for key, value in state.items() if key.startswith("residual")
+            value
+            for state in exchange.residuals.state.values()
+            for key, value in state.items()
+            if key.startswith("residual")
         ]
         kept += [*self.outer.anchors, *self._momenta().values()]
         divergence = exchange.replica_divergence

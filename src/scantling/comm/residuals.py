@@ -3,7 +3,7 @@
     accumulate    M <- decay M + g               before an exchange
     subtract      M <- M - DCT^-1(q)             after it, for the coefficients q that are part of the mean
 
-A residual takes 4 bytes per element in fp32, and 1.03 in int8: rows of `RESIDUAL_ROW` elements share a scale, their
+A residual takes 4 bytes per element in fp32, and 1.06 in int8: rows of `RESIDUAL_ROW` elements share a scale, their
 largest magnitude m, and
 
     code = floor(127 v / m + noise),  noise uniform in [0, 1)
@@ -23,8 +23,8 @@ from torch import Tensor
 from scantling.comm.codec import triton
 from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.collectives import Outcome, Sparse
-from scantling.comm.config import ExchangeConfig, ResidualFormat
-from scantling.comm.layout import RESIDUAL_ROW, all_block_groups, keeps_residuals, make_buckets, residual_format
+from scantling.comm.config import RESIDUAL_ROW, ExchangeConfig, ResidualFormat
+from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets, residual_format
 from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
@@ -51,6 +51,9 @@ class Residuals:
         self, param_groups: list[Group], state: MutableMapping[Tensor, dict[str, Any]], config: ExchangeConfig
     ) -> None:
         self.param_groups, self.state, self.config = param_groups, state, config
+        self._in_kernels: set[BlockGroup] = set()  # those whose last accumulation was a kernel
+        # Sent coefficients that the kernel of the next accumulation subtracts
+        self._sent: dict[BlockGroup, tuple[Tensor, Tensor]] = {}
 
     @property
     def params(self) -> list[Tensor]:
@@ -61,6 +64,11 @@ class Residuals:
 
     def read(self, param: Tensor) -> Tensor:
         """Return the residual of a parameter in fp32: the stored tensor itself if it is fp32, or zeros if none is."""
+        self.subtract_sent()
+        return self._read(param)
+
+    def _read(self, param: Tensor) -> Tensor:
+        """Return what `read` does, with the sent coefficients that have not been subtracted."""
         if param not in self:
             return torch.zeros_like(to_local(param), dtype=torch.float32)
         state = self.state[param]
@@ -83,8 +91,16 @@ class Residuals:
         else:
             state["residual"], state["residual_scale"] = encode_int8(value, seed)
 
+    @torch.no_grad()
+    def subtract_sent(self) -> None:
+        """Subtract all sent coefficients now, before somebody else reads, writes or replaces the state."""
+        while self._sent:
+            block_group, (index, values) = self._sent.popitem()
+            block_group.add_sparse(index, values, -1.0, to=lambda idx: self._read(self.params[idx]))
+
     def discard(self, param: Tensor) -> None:
         """Remove the residual of a parameter."""
+        self.subtract_sent()
         for key in KEYS:
             self.state.get(param, {}).pop(key, None)
 
@@ -122,26 +138,48 @@ class Residuals:
             self._write(slot.param, residual, rounding_seed(step, 0, slot.param))
         return sums
 
-    def accumulate_and_select(self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None]) -> Sparse | None:
-        """Accumulate and select coefficients in one kernel; None if there is no kernel for this case."""
-        indices = [slot.param for slot in block_group.slots]
+    def accumulate_and_select(
+        self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None], step: int
+    ) -> Sparse | None:
+        """Accumulate and select coefficients in one kernel; None if there is no kernel for this case.
+
+        Args:
+            block_group: its parameters are updated.
+            gradients: by parameter index; None counts as zero.
+            step: seed of stochastic rounding.
+        """
+        self._in_kernels.discard(block_group)
         params, groups = self.params, group_by_param(self.param_groups)
-        if to_local(params[indices[0]]).device.type not in triton.DEVICES:
-            return None
-        if not keeps_residuals(block_group, self.config) or any(
-            groups[idx]["compat"] == "paper" or groups[idx]["residual"] != "fp32" for idx in indices
+        own = [params[slot.param] for slot in block_group.slots]
+        forms: set[ResidualFormat] = {groups[slot.param]["residual"] for slot in block_group.slots}
+        if not block_group.spec.is_matrix:
+            forms = {"fp32"}
+        if (
+            to_local(own[0]).device.type not in triton.DEVICES
+            or len(forms) > 1
+            or any(groups[slot.param]["compat"] == "paper" for slot in block_group.slots)
         ):
             return None
-        # The kernel overwrites fp32 residuals in place; other formats need a decoded copy.
-        residuals = [self.read(params[idx]) for idx in indices]
-        given = [gradient for idx in indices if (gradient := gradients[idx]) is not None]
-        # A missing gradient or an unsupported tensor takes the PyTorch operations.
-        if len(given) < len(indices) or not triton.can_select(block_group, residuals, given):
+        given = [gradients[slot.param] for slot in block_group.slots]
+        (form,) = forms
+        residuals, scales = None, list[Tensor]()
+        if keeps_residuals(block_group, self.config):
+            residuals, scales = self._stored(own, form)
+        if not triton.can_accumulate(block_group, residuals, given):
             return None
-        selected = triton.select(block_group, residuals, given)
-        for idx, residual in zip(indices, residuals, strict=True):
-            self._write(idx, residual)
+        sent, seed = self._sent.pop(block_group, None), rounding_seed(step, 0, block_group.slots[0].param)
+        selected = triton.accumulate_and_select(block_group, residuals, given, sent, scales=scales, seed=seed)
+        self._in_kernels.add(block_group)
         return selected
+
+    def _stored(self, params: Sequence[Tensor], form: ResidualFormat) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the stored residuals of parameters, and the scales of int8 ones; missing ones become zeros."""
+        for param in params:
+            if param not in self:
+                self.write(param, torch.zeros_like(to_local(param), dtype=torch.float32), form)
+        states = [self.state[param] for param in params]
+        scales = [state["residual_scale"] for state in states] if form == "int8" else []
+        return [state["residual"] for state in states], scales
 
     def subtract(self, block_group: BlockGroup, outcome: Outcome, step: int) -> None:
         """Subtract the coefficients that were applied, and add the rounding error of a mean that this replica owns.
@@ -152,6 +190,8 @@ class Residuals:
             step: seed of stochastic rounding.
         """
         if not keeps_residuals(block_group, self.config):
+            return
+        if self._subtract_in_kernel(block_group, outcome, step):
             return
         # Decode each residual once, although coefficients may be added to it twice.
         params = self.params
@@ -168,6 +208,29 @@ class Residuals:
                 block_group.add_sparse(*coefficients, sign, to=read)
         for idx, residual in changed.items():
             self._write(idx, residual, rounding_seed(step, 1, idx))
+
+    def _subtract_in_kernel(self, block_group: BlockGroup, outcome: Outcome, step: int) -> bool:
+        """Subtract as `subtract` in a kernel; return False if there is none for this case.
+
+        The next accumulation subtracts from fp32 residuals, which saves a pass over them. An int8 residual is rounded
+        now: it must not depend on whether somebody reads it in between.
+        """
+        parts = [(part, sign) for part, sign in ((outcome.applied, 1.0), (outcome.owner_error, -1.0)) if part]
+        indices = [index for (index, _), _ in parts if index is not None]
+        if not parts or len(indices) < len(parts) or block_group not in self._in_kernels:
+            return False
+        if not block_group.spec.transformed:
+            return False
+        signed = [values if sign == 1.0 else -values for (_, values), sign in parts]
+        index, values = (each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in (indices, signed))
+        own = [self.params[slot.param] for slot in block_group.slots]
+        if self.state[own[0]]["residual"].dtype == torch.float32:
+            assert block_group not in self._sent, "coefficients are subtracted before more are sent"
+            self._sent[block_group] = index, values
+        else:
+            seed = rounding_seed(step, 1, block_group.slots[0].param)
+            triton.add_to_coded(block_group, index, values, -1.0, *self._stored(own, "int8"), seed)
+        return True
 
     def update_dense_momentum(self, block_group: BlockGroup, idx: int, mean: Tensor, step: int) -> Tensor:
         """Add the mean gradient of a dense exchange to a parameter's momentum, and return its update.
@@ -261,6 +324,7 @@ class Residuals:
         """
         # Check everything before the first change.
         self.check_tensors("residual", residuals)
+        self.subtract_sent()
         for idx, (name, param) in enumerate(zip(parameter_names(self.param_groups), self.params, strict=True)):
             if name in residuals:
                 device = to_local(param).device

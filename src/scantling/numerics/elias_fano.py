@@ -20,7 +20,7 @@ from scantling.numerics.bits import pack, packed_bytes, unpack, width_for
 
 def indices_bytes(count: int, k: int, size: int) -> int:
     """Return the number of bytes of `count` packed rows of indices."""
-    low, row = _layout(k, size)
+    low, row = index_layout(k, size)
     return packed_bytes(count * k, low) + packed_bytes(count * row, 1)
 
 
@@ -35,7 +35,7 @@ def pack_indices(index: Tensor, size: int) -> Tensor:
         (`indices_bytes(count, k, size)`,) uint8.
     """
     count, k = index.shape
-    low, row = _layout(k, size)
+    low, row = index_layout(k, size)
     packed = pack(index.flatten(), low)
     if not row:
         return packed
@@ -50,7 +50,7 @@ def unpack_indices(packed: Tensor, count: int, k: int, size: int) -> Tensor:
 
     Any bytes of the right length give indices from 0 to size - 1.
     """
-    low, row = _layout(k, size)
+    low, row = index_layout(k, size)
     start = packed_bytes(count * k, low)  # of the high parts, after the low bits
     index = unpack(packed[:start], count * k, low).view(count, k).long()
     if row:
@@ -63,7 +63,7 @@ def unpack_indices(packed: Tensor, count: int, k: int, size: int) -> Tensor:
 
 
 @cache
-def _layout(k: int, size: int) -> tuple[int, int]:
+def index_layout(k: int, size: int) -> tuple[int, int]:
     """Return the shortest layout: the low bits per index, and the bits of a row of high parts (0: plain indices)."""
     width = width_for(size)
     # Plain indices win a tie; otherwise a row has k ones and a zero per step up to the largest high part.

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import scantling as sc
 from scantling.comm.codec import triton
 from scantling.comm.codec.block_group import BlockGroup
+from scantling.comm.codec.message import Header, pack_message, unpack_messages
+from scantling.comm.codec.topk import TopKCodec
+from scantling.comm.config import RESIDUAL_ROW
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import make_block_groups
+from scantling.comm.residuals import decode_int8
+from scantling.errors import PayloadError
+from scantling.numerics.device import has_kernels
+from tests.comm.replicas import together
 from tests.kernels import compile_for_gpus
 
 pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which is not installed")
@@ -19,6 +29,10 @@ pytest.importorskip("triton", reason="the kernels for GPUs are in Triton, which 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = [(70, 96), (3, 64, 40), (64, 128), (130, 33)]
+LAUNCHERS = (
+    *("accumulate_and_select", "add", "select_again", "mask_unselected"),
+    *("pack", "unpack", "message_checksum"),
+)
 
 
 def group_options(**options: Any) -> dict[str, Any]:
@@ -40,6 +54,30 @@ def make_tensors(seed: int, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of the launchers that are called from now on, one at a time: the interpreter has one thread."""
+    launched: set[str] = set()
+    lock = threading.RLock()
+
+    def counted(name: str, plain: Any) -> Any:
+        def call(*given: Any, **more: Any) -> Any:
+            launched.add(name)
+            with lock:
+                return plain(*given, **more)
+
+        return call
+
+    for name in LAUNCHERS:
+        monkeypatch.setattr(triton, name, counted(name, getattr(triton, name)))
+    return launched
+
+
+def select(block_group: BlockGroup, residuals: list[Tensor], gradients: list[Any]) -> tuple[Tensor, Tensor]:
+    index, values = triton.accumulate_and_select(block_group, residuals, gradients)
+    assert index is not None
+    return index, values
+
+
 def of(block_group: BlockGroup, tensors: list[Tensor]) -> list[Tensor]:
     return [tensors[slot.param] for slot in block_group.slots]
 
@@ -48,6 +86,7 @@ def of(block_group: BlockGroup, tensors: list[Tensor]) -> list[Tensor]:
 def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
     triton._make_plan.cache_clear()
+    assert has_kernels(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("transform", ["dct", "none"])
@@ -58,7 +97,7 @@ def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 32, torch.float32),
         (200, 64, torch.float32),
         (8, 64, torch.bfloat16),
-        pytest.param(5, 32, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(5, 32, torch.float16, marks=pytest.mark.slow),
         pytest.param(200, 64, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
@@ -70,8 +109,8 @@ def test_select_equals_pytorch_operations(transform: str, topk: int, chunk: int,
             for residual, gradient in zip(residuals, gradients, strict=True)
         ]
         cut = block_group.to_blocks({slot.param: value for slot, value in zip(block_group.slots, wanted, strict=True)})
-        assert triton.can_select(block_group, residuals, gradients)
-        index, values = triton.select(block_group, residuals, gradients)
+        assert triton.can_accumulate(block_group, residuals, gradients)
+        index, values = select(block_group, residuals, gradients)
         for residual, value in zip(residuals, wanted, strict=True):
             torch.testing.assert_close(residual, value)
         assert (index[:, 1:] > index[:, :-1]).all()
@@ -80,27 +119,82 @@ def test_select_equals_pytorch_operations(transform: str, topk: int, chunk: int,
         torch.testing.assert_close(values.abs().sort(1).values, expected.abs().sort(1).values, rtol=1e-4, atol=1e-5)
 
 
+def test_select_reads_gradients_of_several_dtypes_and_none() -> None:
+    shapes = [(64, 64)] * 4
+    (block_group,) = block_groups(shapes, topk=3)
+    residuals, gradients = make_tensors(0, shapes), make_tensors(1, shapes)
+    given = [gradients[0], None, gradients[2].bfloat16(), gradients[3].half()]
+    wanted = [
+        0.95 * residual + (0.0 if gradient is None else gradient.float())
+        for residual, gradient in zip(residuals, given, strict=True)
+    ]
+    assert triton.can_accumulate(block_group, residuals, given)
+    select(block_group, residuals, given)
+    for residual, value in zip(residuals, wanted, strict=True):
+        torch.testing.assert_close(residual, value)
+
+
+@pytest.mark.parametrize("terms", [3, 100])
+def test_select_first_subtracts_what_was_sent(terms: int) -> None:
+    for block_group in block_groups(topk=8):
+        residuals, gradients = of(block_group, make_tensors(0)), of(block_group, make_tensors(1))
+        others = [residual.clone() for residual in residuals]
+        generator = torch.Generator().manual_seed(2)
+        index = torch.randint(block_group.spec.codec.size, (block_group.count, terms), generator=generator).to(DEVICE)
+        values = torch.randn(index.shape, generator=generator).to(DEVICE)
+        found = triton.accumulate_and_select(block_group, residuals, gradients, (index, values))
+        triton.add(block_group, index, values, -1.0, others)
+        wanted = triton.accumulate_and_select(block_group, others, gradients)
+        for residual, other in zip(residuals, others, strict=True):
+            torch.testing.assert_close(residual, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-4)
+
+
 def test_select_takes_the_first_of_equal_elements() -> None:
     (block_group,) = block_groups([(64, 64)], transform="none", topk=3)
     residual, gradient = torch.zeros(64, 64, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
-    assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
+    assert select(block_group, [residual], [gradient])[0].tolist() == [[0, 1, 2]]
     gradient[5, 6], gradient[1, 2], gradient[40, :] = -2.0, 1.0, 1.0
-    assert triton.select(block_group, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
+    assert select(block_group, [residual], [gradient])[0].tolist() == [[64 + 2, 5 * 64 + 6, 40 * 64]]
 
 
 def test_select_includes_nan() -> None:
     (block_group,) = block_groups([(64, 64)], transform="none", topk=2)
     gradient = torch.randn(64, 64, device=DEVICE)
     gradient[7, 7] = torch.nan
-    _, values = triton.select(block_group, [torch.zeros(64, 64, device=DEVICE)], [gradient])
+    _, values = select(block_group, [torch.zeros(64, 64, device=DEVICE)], [gradient])
     assert values.isnan().any()
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_rows_equal_pytorch_operations(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(300,), (7, 5), (64,), (130,)]
+    gradients = make_tensors(1, shapes)
+    for block_group in block_groups(shapes, dense="int8"):
+        assert block_group.spec.codec.is_dense
+        residuals, own = of(block_group, make_tensors(0, shapes)), of(block_group, gradients)
+        wanted = [each + residual if keeps else each for each, residual in zip(own, residuals, strict=True)]
+        by_place = {slot.param: value for slot, value in zip(block_group.slots, wanted, strict=True)}
+        kept = residuals if keeps else None
+        assert triton.can_accumulate(block_group, kept, own)
+        index, values = triton.accumulate_and_select(block_group, kept, own)
+        assert index is None
+        assert torch.equal(values, block_group.to_blocks(by_place))
+        if keeps:
+            assert all(map(torch.equal, residuals, wanted))
+        for idx, value in block_group.decode_sparse(None, values):
+            assert torch.equal(value, by_place[idx])
+        block_group.add_sparse(None, values, -1.0, to=by_place.__getitem__)
+        assert not any(value.any() for value in by_place.values())
+
+
 @pytest.mark.parametrize("transform", ["dct", "none"])
-@pytest.mark.parametrize("senders", [1, 2])
-def test_add_equals_pytorch_operations(transform: str, senders: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("senders", "topk"), [(1, 8), (2, 8), (2, 100)])
+def test_add_equals_pytorch_operations(
+    transform: str, senders: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values of an index that several replicas sent are added."""
-    for block_group in block_groups(transform=transform, topk=8):
+    for block_group in block_groups(transform=transform, topk=topk):
         sent = [
             block_group.spec.codec.select(torch.randn(block_group.count, block_group.spec.codec.size, device=DEVICE))
             for _ in range(senders)
@@ -119,29 +213,86 @@ def test_add_equals_pytorch_operations(transform: str, senders: int, monkeypatch
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("values", ["fp32", "sign", "int4"])
+def test_decoded_matrices_have_the_wanted_dtype() -> None:
+    (block_group,) = block_groups([(64, 64), (64, 128)], topk=8)
+    index, values = block_group.spec.codec.select(torch.randn(3, 4096, device=DEVICE))
+    wanted = {0: torch.bfloat16, 1: torch.float16}
+    plain = dict(block_group.decode_sparse(index, values))
+    for idx, value in block_group.decode_sparse(index, values, wanted):
+        assert value.dtype == wanted[idx]
+        torch.testing.assert_close(value.float(), plain[idx], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("size", "k"), [(4096, 32), (4096, 8), (4096, 1), (96, 5), (4096, 192), (60, 60), (128, 128), (4096, 2048)]
+)
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int8", "int4", "sign"])
+def test_packed_blocks_have_the_same_bytes(size: int, k: int, values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = TopKCodec(size, k, values)
+    for count in (0, 1, 3):
+        monkeypatch.setattr(triton, "DEVICES", ())
+        index, sent = codec.select(torch.randn(count, size, device=DEVICE))
+        sent[:1, :1] = 0.0
+        packed = codec.pack(index, sent)
+        plain, kept = codec.unpack(packed, count), codec.round_trip(index, sent)[1]
+        monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
+        assert torch.equal(codec.pack(index, sent), packed)
+        assert torch.equal(codec.round_trip(index, sent)[1], kept)
+        found = codec.unpack(packed, count)
+        assert torch.equal(found[1], plain[1])
+        assert torch.equal(found[1], kept)
+        assert found[0] is plain[0] is None or torch.equal(found[0], plain[0])
+        noise = torch.randint(0, 256, packed.shape, dtype=torch.uint8, device=DEVICE)
+        damaged, _ = codec.unpack(noise, count)
+        assert damaged is None or not count or bool(((damaged >= 0) & (damaged < size)).all())
+
+
+def test_messages_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = Header(valid=True, epoch=1, step=2, rank=0, configuration=77)
+    for length in (0, 5, 8, 10_000):
+        body = torch.randint(0, 256, (length,), dtype=torch.uint8, device=DEVICE)
+        monkeypatch.setattr(triton, "DEVICES", ())
+        plain = pack_message(header, body)
+        monkeypatch.setattr(triton, "DEVICES", (DEVICE,))
+        assert torch.equal(pack_message(header, body), plain)
+        headers, bodies = unpack_messages([plain, plain])
+        assert headers == [header, header]
+        assert torch.equal(bodies[1], body)
+        plain[-1] ^= 64
+        with pytest.raises(PayloadError, match="damaged"):
+            unpack_messages([plain])
+
+
 @pytest.mark.parametrize("transform", ["dct", "none"])
+@pytest.mark.parametrize(
+    ("exchange", "replicas", "values"),
+    [
+        ("all_gather", 1, "int4"),
+        ("all_gather", 2, "fp32"),
+        ("all_gather", 2, "sign"),
+        ("owner", 2, "fp32"),  # means of codes are often equal, and then any of them may be chosen
+    ],
+)
 def test_exchange_with_kernels_equals_pytorch_operations(
-    values: str, transform: str, monkeypatch: pytest.MonkeyPatch
+    transform: str, exchange: Any, replicas: int, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare momentum and residuals over three steps; one parameter lacks a gradient once, and one is small."""
-    kernels: list[str] = []
-    for name in ("select", "add"):
-        plain = getattr(triton, name)
-        monkeypatch.setattr(
-            triton,
-            name,
-            lambda *given, _name=name, _plain=plain, **more: (kernels.append(_name), _plain(*given, **more))[1],
-        )
+    launched = count_launches(monkeypatch)
 
-    def run(devices: tuple[str, ...]) -> list[Tensor]:
-        monkeypatch.setattr(triton, "DEVICES", devices)
+    def work(group: Any) -> list[Tensor]:
         shapes = [(64, 128), (70, 96), (128,), (64, 64)]
         params = [nn.Parameter(value) for value in make_tensors(5, shapes)]
-        made = MomentumExchange([{"params": params, "transform": transform}], topk=16, values=values, check_every=None)
+        made = MomentumExchange(
+            [{"params": params, "transform": transform}],
+            process_group=group,
+            topk=16,
+            values=values,
+            exchange=exchange,
+            check_every=None,
+        )
         found = []
         for step in range(3):
-            for param, gradient in zip(params, make_tensors(10 + step, shapes), strict=True):
+            for param, gradient in zip(params, make_tensors(10 + 7 * step + group.rank, shapes), strict=True):
                 param.grad = gradient
             if step == 1:
                 params[1].grad = None
@@ -149,12 +300,119 @@ def test_exchange_with_kernels_equals_pytorch_operations(
             found += [param.grad.clone() for param in params if param.grad is not None]
         return found + [made.residuals.read(param) for param in params]
 
+    def run(devices: tuple[str, ...]) -> list[list[Tensor]]:
+        monkeypatch.setattr(triton, "DEVICES", devices)
+        return together(replicas, work)
+
     plain = run(())
-    assert not kernels
-    for one, other in zip(run((DEVICE,)), plain, strict=True):
-        near = torch.isclose(one, other, rtol=1e-3, atol=1e-4)
-        assert near.float().mean() > 0.98  # of two nearly equal coefficients, either may be chosen
-    assert {"select", "add"} == set(kernels)
+    assert not launched
+    found = run((DEVICE,))
+    for one, other in zip(found, plain, strict=True):
+        for value, wanted in zip(one, other, strict=True):
+            near = torch.isclose(value, wanted, rtol=1e-3, atol=1e-4)
+            assert near.float().mean() > 0.98  # of two nearly equal coefficients, either may be chosen
+    same = found[0][: -len(plain)] if replicas == 1 else found[0][:10]
+    assert all(map(torch.equal, same, found[-1][: len(same)]))  # momentum, on all replicas
+    owner = {"select_again", "mask_unselected"} if exchange == "owner" else set()
+    assert launched == {"accumulate_and_select", "add", "pack", "unpack", "message_checksum"} | owner
+
+
+def test_int8_residuals_are_rounded_without_bias() -> None:
+    shapes = [(64, 64), (100, 128)]
+    for block_group in block_groups(shapes, topk=4):
+        scales_of = {shape: torch.Size(shape).numel() // RESIDUAL_ROW for shape in shapes}
+        gradients = of(block_group, make_tensors(1, shapes))
+        grids = [slot.grid.shape for slot in block_group.slots]
+        sums = [torch.zeros(shape, device=DEVICE) for shape in grids]
+        others = [torch.zeros(shape, device=DEVICE) for shape in grids]
+        rounds = 12
+        for seed in range(rounds):
+            codes = [torch.zeros(shape, dtype=torch.int8, device=DEVICE) for shape in grids]
+            scales = [torch.zeros(scales_of[shape], device=DEVICE) for shape in grids]
+            assert triton.can_accumulate(block_group, codes, gradients)
+            index, values = triton.accumulate_and_select(block_group, codes, gradients, scales=scales, seed=seed << 32)
+            triton.add_to_coded(block_group, index, values, -1.0, codes, scales, (seed << 32) + 7)
+            for total, code, scale in zip(sums, codes, scales, strict=True):
+                total += decode_int8(code, scale)
+        wanted = [residual.clone() for residual in others]
+        index, values = select(block_group, wanted, gradients)
+        triton.add(block_group, index, values, -1.0, wanted)
+        for total, residual in zip(sums, wanted, strict=True):
+            step = residual.abs().max() / 127
+            difference = total / rounds - residual
+            assert difference.abs().max() < 2.5 * step
+            assert difference.mean().abs() < 0.05 * step
+    (block_group,) = block_groups([(64, 48)], topk=4)  # rows of blocks do not share a scale
+    assert not triton.can_accumulate(block_group, [torch.zeros(64, 48, dtype=torch.int8, device=DEVICE)], [None])
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "owner"])
+@pytest.mark.parametrize("values", ["sign", "int8"])
+def test_kernels_lose_nothing(exchange: Any, values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decay, all mean gradients equal the applied momentum and the mean residual."""
+    count_launches(monkeypatch)
+    shapes = [(64, 64), (70, 96), (300,)]
+
+    def work(group: Any) -> list[list[Tensor]]:
+        params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
+        options: dict[str, Any] = {"values": values, "dense": values, "exchange": exchange}
+        made = MomentumExchange(params, process_group=group, topk=9, decay=1.0, check_every=None, **options)
+        given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
+        for step in range(3):
+            for number, gradient in enumerate(make_tensors(20 + 5 * step + group.rank, shapes)):
+                params[number].grad = gradient
+                given[number] += gradient
+            made.exchange()
+            for number, param in enumerate(params):
+                applied[number] += param.grad
+        return [given, applied, [made.residuals.read(param) for param in params]]
+
+    found = together(2, work)
+    for number in range(len(shapes)):
+        given, applied, left = ([each[kind][number] for each in found] for kind in range(3))
+        assert torch.equal(*applied)
+        torch.testing.assert_close(applied[0] + sum(left) / 2, sum(given) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_state_has_no_coefficients_that_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels subtract what was sent in the next step; whoever saves or reads the state before sees it subtracted."""
+    gradients = make_tensors(3, [(64, 64)])
+
+    def make() -> tuple[sc.DeMo, nn.Parameter]:
+        param = nn.Parameter(torch.zeros(64, 64, device=DEVICE))
+        return sc.DeMo([param], lr=0.01, topk=8, values="fp32", check_every=None), param
+
+    def steps(optimizer: sc.DeMo, param: nn.Parameter, count: int) -> Tensor:
+        for _ in range(count):
+            param.grad = gradients[0].clone()
+            optimizer.step()
+        return param.detach().clone()
+
+    whole = steps(*make(), 4)
+    for load in ("state_dict", "shared and local", "deepcopy", "slice"):
+        optimizer, param = make()
+        steps(optimizer, param, 2)
+        assert optimizer.exchange.residuals._sent
+        other, copy_of = make()
+        with torch.no_grad():
+            copy_of.copy_(param)
+        if load == "state_dict":
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif load == "shared and local":
+            local, shared = optimizer.local_state_dict(), optimizer.shared_state_dict()
+            steps(other, copy_of, 1)  # leaves coefficients that must not be subtracted from what is loaded
+            with torch.no_grad():
+                copy_of.copy_(param)
+            other.load_local_state_dict(local)
+            other.load_shared_state_dict(shared)
+        elif load == "deepcopy":
+            other = copy.deepcopy(optimizer)
+            copy_of = other.param_groups[0]["params"][0]
+        else:
+            optimizer.slice_state(param, 0, torch.arange(64, device=DEVICE))
+            other, copy_of = optimizer, param
+        assert not other.exchange.residuals._sent
+        torch.testing.assert_close(steps(other, copy_of, 2), whole, msg=load)
 
 
 @pytest.mark.gpu
@@ -163,7 +421,7 @@ def test_kernels_are_deterministic() -> None:
     found = []
     for _ in range(2):
         residuals = make_tensors(0, [(4096, 4096)])
-        index, values = triton.select(block_group, residuals, make_tensors(1, [(4096, 4096)]))
+        index, values = select(block_group, residuals, make_tensors(1, [(4096, 4096)]))
         triton.add(block_group, index, values, -1.0, residuals)
         found.append([index, values, *residuals])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -171,20 +429,36 @@ def test_kernels_are_deterministic() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="there the kernels run")
 def test_kernels_compile_for_gpus() -> None:
-    compile_for_gpus(COMPILE)
+    compile_for_gpus(COMPILE, max_spills=256)
 
 
 COMPILE = """
 from scantling.comm.codec import kernels
 
-types = {"table": "*i64", "owners": "*i32", "index": "*i64", "k": "i32", "count": "i32", "first": "i32"}
-types |= {"decay": "fp32", "scale": "fp32"}
-block = {"height": 64, "width": 64, "down": 64, "across": 64, "aligned": True}
-for transformed in (False, True):
-    how = {"gradient": tl.bfloat16, "transformed": transformed, "precision": "tf32"}
-    ptx = build(kernels.select, capability, types, **how, **block)
+types = {"table": "*i64", "owners": "*i32", "index": "*i64", "sent_index": "*i64", "k": "i32", "count": "i32"}
+types |= {"first": "i32", "sent": "i32", "length": "i32", "last": "i32", "seed": "i64", "senders": "fp32"}
+types |= {"decay": "fp32", "scale": "fp32", "selected": "*i64", "words": "*i32", "bytes": "*u8", "message": "*u8"}
+types |= {"total": "*i64"}
+types |= {name: "i64" for name in ("rows_at", "codes_at", "scales_at")}
+block = {"height": 64, "width": 64, "down": 64, "across": 64}
+for size, precision, flag in ((16, "ieee", False), (64, "tf32", True)):
+    how = {**block, "size": size, "precision": precision, "aligned": True}
+    ptx = build(kernels.select, capability, types, transformed=flag, coded=False, **how)
     assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
-for overwrite in (False, True):
-    build(kernels.add_transformed, capability, types, overwrite=overwrite, precision="ieee", **block)
+    build(kernels.add_transformed, capability, types, overwrite=flag, **how)
+how = {**block, "size": 16, "precision": "tf32"}
+build(kernels.select, capability, types, transformed=True, coded=True, aligned=True, **how)
+build(kernels.add_to_coded, capability, types, **how)
+build(kernels.select_again, capability, types, size=64, **block)
 build(kernels.add_numbers, capability, types, height=64, width=64, size=256)
+row = {"height": 1, "width": 128, "down": 1, "across": 128}
+for flag in (False, True):
+    build(kernels.accumulate_rows, capability, types, keeps=flag, **row)
+    build(kernels.add_rows, capability, types, overwrite=flag, **row)
+build(kernels.mask_unselected, capability, types, size=256)
+for bits, levels, low, high in ((32, 0, -1, 0), (16, 0, 0, 4351), (8, 127, 12, 0), (4, 7, 6, 96), (1, 0, 6, 96)):
+    how = {"low": low, "row": high, "bits": bits, "levels": levels, "size": 32}
+    build(kernels.pack, capability, types, **how)
+    build(kernels.unpack, capability, types, row_size=1 << high.bit_length(), **how)
+build(kernels.add_checksum, capability, types, size=1024)
 """

@@ -85,24 +85,31 @@ class BlockGroup:
         blocks = coefficients.view(-1, self.spec.height, self.spec.width)
         yield from self._assemble(dct.inverse(blocks) if self.spec.transformed else blocks)
 
-    def decode_sparse(self, index: Tensor | None, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def decode_sparse(
+        self, index: Tensor | None, values: Tensor, dtypes: Mapping[int, torch.dtype] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (parameter index, tensor) of selected coefficients, from one sender or several side by side.
 
         Args:
             index: (count, senders * k) positions within a flattened block; None if all coefficients were sent.
             values: (count, senders * k).
+            dtypes: by parameter index, in which a GPU writes the tensors of matrices; the others are in fp32.
         """
         height, width = self.spec.height, self.spec.width
-        if index is None:
-            yield from self.from_blocks(values)
-            return
-        # On a GPU, one kernel scatters, transforms and writes the tensors.
+        # On a GPU, one kernel transforms and writes the tensors.
         if values.device.type in triton.DEVICES:
-            tensors = {slot.param: values.new_empty(slot.grid.shape) for slot in self.slots}
-            if triton.can_add(self, values, list(tensors.values())):
+            wanted = dtypes if dtypes is not None and self.spec.is_matrix else {}
+            tensors = {
+                slot.param: values.new_empty(slot.grid.shape, dtype=wanted.get(slot.param, torch.float32))
+                for slot in self.slots
+            }
+            if triton.can_add(self, index, list(tensors.values())):
                 triton.add(self, index, values, 1.0, list(tensors.values()), overwrite=True)
                 yield from tensors.items()
                 return
+        if index is None:
+            yield from self.from_blocks(values)
+            return
         # Without a transform, scatter into zeros; no block is built.
         if not self.spec.transformed:
             tensors = {slot.param: values.new_zeros(slot.grid.shape) for slot in self.slots}
@@ -115,9 +122,9 @@ class BlockGroup:
 
     def add_sparse(self, index: Tensor | None, values: Tensor, scale: float, to: Callable[[int], Tensor]) -> None:
         """Decode as `decode_sparse`, and add the result times `scale` to the tensors `to(parameter index)`."""
-        if index is not None and values.device.type in triton.DEVICES:
+        if values.device.type in triton.DEVICES:
             tensors = [to(slot.param) for slot in self.slots]
-            if triton.can_add(self, values, tensors):
+            if triton.can_add(self, index, tensors):
                 triton.add(self, index, values, scale, tensors)
                 return
         if index is None or self.spec.transformed:

@@ -20,14 +20,15 @@ from scantling.numerics.block_quantizer import BlockQuantizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Formats that are dtypes of torch."""
-_BITS: dict[Values, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "sign": 1}
+BITS: dict[Values, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "sign": 1}
+"""Bits of a value."""
 _SCALE_BYTES = 2
 
 
 def quantized_bytes(rows: int, length: int, values: Values) -> int:
     """Return the bytes of `quantize` for (rows, length) values."""
     scales = 0 if values in ("fp32", "bf16") else rows * _SCALE_BYTES
-    return packed_bytes(rows * length, _BITS[values]) + scales
+    return packed_bytes(rows * length, BITS[values]) + scales
 
 
 def quantize(value: Tensor, values: Values) -> Tensor:
@@ -50,12 +51,12 @@ def quantize(value: Tensor, values: Values) -> Tensor:
         scale = (size.mean(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         codes = pack((value > 0).flatten(), 1)  # zeros become -scale
     else:
-        quantizer = BlockQuantizer(_BITS[values])
+        quantizer = BlockQuantizer(BITS[values])
         # Round the scale before the values: codes must fit the scale that receivers use.
         scale = (size.amax(1) if value.shape[1] else size.sum(1)).to(torch.bfloat16)
         signed = quantizer.encode(value, scale.float()).to(torch.int32)
         # Packed integers are unsigned: shift codes from [-levels, levels] to [1, 2 levels + 1].
-        codes = pack((signed + quantizer.levels + 1).flatten(), _BITS[values])
+        codes = pack((signed + quantizer.levels + 1).flatten(), BITS[values])
     return torch.cat([codes, scale.view(torch.uint8)])
 
 
@@ -65,12 +66,12 @@ def dequantize(packed: Tensor, rows: int, length: int, values: Values) -> Tensor
         return _view(packed, torch.float32).view(rows, length)
     if values == "bf16":
         return _view(packed, torch.bfloat16).float().view(rows, length)
-    start = packed_bytes(rows * length, _BITS[values])
-    codes = unpack(packed[:start], rows * length, _BITS[values]).view(rows, length)
+    start = packed_bytes(rows * length, BITS[values])
+    codes = unpack(packed[:start], rows * length, BITS[values]).view(rows, length)
     scale = _view(packed[start:], torch.bfloat16).float()
     if values == "sign":
         return (2 * codes - 1) * scale[:, None]
-    quantizer = BlockQuantizer(_BITS[values])
+    quantizer = BlockQuantizer(BITS[values])
     return quantizer.decode((codes - (quantizer.levels + 1)).float(), scale)
 
 

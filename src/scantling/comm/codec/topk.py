@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scantling.comm.codec import triton
 from scantling.comm.codec.blocks import split_for_cache
-from scantling.comm.codec.quantize import dequantize, quantize, quantized_bytes
+from scantling.comm.codec.quantize import BITS, dequantize, quantize, quantized_bytes
 from scantling.comm.config import Values
 from scantling.errors import PayloadError
-from scantling.numerics.elias_fano import indices_bytes, pack_indices, unpack_indices
+from scantling.numerics.bits import packed_bytes
+from scantling.numerics.block_quantizer import BlockQuantizer
+from scantling.numerics.elias_fano import index_layout, indices_bytes, pack_indices, unpack_indices
 
 GROUP = 4
 """Elements of a block that share one maximum in the first pass of a selection on a CPU."""
@@ -46,6 +49,27 @@ class TopKCodec:
     def _index_bytes(self, count: int) -> int:
         return 0 if self.is_dense else indices_bytes(count, self.k, self.size)
 
+    @property
+    def index_layout(self) -> tuple[int, int]:
+        """Low bits of an index, and bits of the high parts of a block; see numerics/elias_fano.py."""
+        return index_layout(self.k, self.size)
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of a value in a message."""
+        return BITS[self.values]
+
+    @property
+    def levels(self) -> int:
+        """Largest code of an integer format; 0 for other formats."""
+        return BlockQuantizer(self.value_bits).levels if self.values in ("int8", "int4") else 0
+
+    def offsets(self, count: int) -> tuple[int, int, int]:
+        """Return the bytes at which the high parts of the indices, the codes and the scales of packed blocks begin."""
+        rows = 0 if self.is_dense else packed_bytes(count * self.k, self.index_layout[0])
+        codes = self._index_bytes(count)
+        return rows, codes, codes + packed_bytes(count * self.k, self.value_bits)
+
     def select(self, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the k elements of largest magnitude of each block.
 
@@ -63,6 +87,8 @@ class TopKCodec:
 
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Return selected elements as bytes: (`num_bytes(count)`,) uint8."""
+        if triton.can_pack(values):
+            return triton.pack(self, index, values)
         coded = quantize(values, self.values)
         return coded if index is None else torch.cat([pack_indices(index, self.size), coded])
 
@@ -74,6 +100,8 @@ class TopKCodec:
         """
         if packed.numel() != self.num_bytes(count):
             raise PayloadError(f"{count} blocks take {self.num_bytes(count)} bytes; received {packed.numel()}")
+        if triton.can_pack(packed):
+            return triton.unpack(self, packed, count)
         start = self._index_bytes(count)
         values = dequantize(packed[start:], count, self.k, self.values)
         if self.is_dense:
@@ -83,6 +111,8 @@ class TopKCodec:
     def round_trip(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
         """Pack and unpack: return the same indices, and the values as they are after quantization."""
         count, length = values.shape
+        if triton.can_pack(values):
+            return index, triton.unpack(self, triton.pack(self, index, values), count)[1]
         return index, dequantize(quantize(values, self.values), count, length, self.values)
 
     def add(self, index: Tensor | None, values: Tensor, to: Tensor) -> None:
