@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.figures import methods, packages, savings
+from scripts.figures import accuracy, methods, packages, savings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 
 
 def all_figures() -> dict[str, str]:
-    return {**savings.draw_figures(), **methods.draw_figures(), **packages.draw_figures()}
+    modules = (accuracy, savings, methods, packages)
+    return {name: text for module in modules for name, text in module.draw_figures().items()}
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ class Drawing:
         tip = ' marker-end="url(#tip)"' if arrow else ""
         self.parts.append(f'<path class="{kind}" d="M {path}"{tip}/>')
 
+    def circle(self, x: float, y: float, radius: float, kind: str) -> None:
+        self.parts.append(f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>')
+
     def arrow(self, *points: tuple[float, float]) -> None:
         self.line(list(points), arrow=True)
 

@@ -1,0 +1,131 @@
+"""Accuracy of intent classifiers over their parameters and the time of a step, from lines of `intent_accuracy.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.figures.drawing import Drawing
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PANELS = (("banking77", "small", "Banking77, width 128"), ("clinc150", "small", "CLINC150, width 128"))
+PANELS += (("banking77", "full", "Banking77, width 256"),)
+NAMES = {
+    "dense": "dense",
+    "tt": "TT",
+    "dense as tt": "narrow dense, as large as TT",
+    "tt 0.2": "TT at size target 0.2",
+    "dense as tt 0.2": "narrow dense, as large as TT at 0.2",
+}
+LEFT, WIDTH, TOP, HEIGHT = 48, 205, 34, 190
+COLUMN, ROW = 270, 256
+
+
+@dataclass(frozen=True)
+class Point:
+    """Means of one row's runs: accuracy in percent, number of parameters, and time of a step relative to dense."""
+
+    accuracy: float
+    parameters: float
+    time: float
+
+
+def row_of(line: dict[str, Any]) -> str:
+    """Return the row of `intent_accuracy.py` that a line belongs to."""
+    if line.get("as_large_as"):
+        return f"dense as {line['as_large_as']}"
+    if line.get("optimizer") == "galore":
+        return "galore"
+    return f"{line['form']} {line['target']:g}" if line.get("target") else line["form"]
+
+
+def read_points(data: str, size: str) -> dict[str, Point]:
+    """Return the points of the rows that were run with several seeds, largest first."""
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in map(json.loads, (RESULTS / "intent-accuracy.jsonl").read_text(encoding="utf-8").splitlines()):
+        if (line.get("size"), line["data"], line.get("dev")) == (size, data, False) and line["eval_loss"] is not None:
+            runs[row_of(line)].append(line)
+    newest = max(RESULTS.glob(f"intent-times-{size}-cpu-*.json"))
+    times = json.loads(newest.read_text(encoding="utf-8"))["results"]
+    points = {
+        row: Point(
+            statistics.fmean(100 * line["accuracy"] for line in lines),
+            statistics.fmean(line["num_parameters"] for line in lines),
+            times[row]["ratio"],
+        )
+        for row, lines in runs.items()
+        if row in NAMES and len({line["seed"] for line in lines}) >= 4
+    }
+    return dict(sorted(points.items(), key=lambda item: -item[1].parameters))
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return the values 1, 2 and 5 times a power of ten between two values."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [value for power in powers for step in (1, 2, 5) if low <= (value := step * 10.0**power) <= high]
+
+
+def draw_panel(
+    drawing: Drawing, corner: tuple[float, float], title: str, label: str, points: Sequence[tuple[int, float, float]]
+) -> None:
+    """Draw one panel of numbered points (number, x on a logarithmic scale, accuracy)."""
+    left, top = corner
+    low, high = min(x for _, x, _ in points) / 1.25, max(x for _, x, _ in points) * 1.25
+    floor, ceiling = 10 * math.floor(min(y for *_, y in points) / 10), 10 * math.ceil(max(y for *_, y in points) / 10)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = math.log(x / low) / math.log(high / low)
+        return left + WIDTH * across, top + HEIGHT * (ceiling - y) / (ceiling - floor)
+
+    drawing.text(left, top - 12, title, "bold")
+    for value in range(floor, ceiling + 1, 5):
+        y = place(low, value)[1]
+        drawing.rect(left, y, WIDTH, 1, "plain", 0)
+        drawing.text(left - 6, y + 5, f"{value}", "muted", "end")
+    for value in ticks(low, high):
+        x = place(value, floor)[0]
+        name = f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
+        drawing.line([(x, top + HEIGHT), (x, top + HEIGHT + 4)])
+        drawing.text(x, top + HEIGHT + 18, name, "muted", "middle")
+    drawing.text(left + WIDTH, top + HEIGHT + 34, label, "muted", "end")
+    taken: list[tuple[float, float]] = []
+    for number, value, accuracy in points:
+        x, y = place(value, accuracy)
+        drawing.circle(x, y, 4, "accent")
+        sides = [(9, 4), (-9, 4), (0, -9), (0, 19), (9, -8), (-9, -8), (9, 16), (-9, 16)]
+        across, down = next(
+            (side for side in sides if all(math.dist((x + side[0], y + side[1]), one) > 13 for one in taken)), sides[0]
+        )
+        taken += [(x, y), (x + across, y + down)]
+        drawing.text(
+            x + across, y + down, f"{number}", "muted", "middle" if not across else "start" if across > 0 else "end"
+        )
+
+
+def accuracy() -> str:
+    names = list(NAMES)
+    legend = TOP + len(PANELS) * ROW + 8
+    drawing = Drawing(
+        540,
+        legend + 20 * math.ceil(len(names) / 2) + 10,
+        "Accuracy of intent classifiers over parameters and step time",
+    )
+    for row, (data, size, title) in enumerate(PANELS):
+        points = read_points(data, size)
+        for column, (key, label) in enumerate((("parameters", "parameters"), ("time", "time of a step, dense is 1"))):
+            found = [(names.index(name) + 1, getattr(point, key), point.accuracy) for name, point in points.items()]
+            draw_panel(drawing, (LEFT + COLUMN * column, TOP + ROW * row), f"{title}, %", label, found)
+    for index, name in enumerate(NAMES.values()):
+        column, row = divmod(index, math.ceil(len(names) / 2))
+        drawing.text(20 + COLUMN * column, legend + 20 * row + 14, f"{index + 1}  {name}", "muted")
+    return drawing.svg()
+
+
+def draw_figures() -> dict[str, str]:
+    return {"accuracy.svg": accuracy()}
