@@ -100,6 +100,18 @@ def test_demo_with_all_coefficients_is_sign_descent() -> None:
     assert (param - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("shape", [(64, 80), (3, 64, 32)])
+def test_muon_update_is_nearly_orthogonal(shape: tuple[int, ...]) -> None:
+    """The singular values of each matrix in a step are near those of entries with a root mean square of 0.2."""
+    param = nn.Parameter(torch.zeros(shape))
+    optimizer = DeMo([param], lr=1.0, topk=4096, decay=0.8, values="fp32", update="muon")
+    param.grad = gradient(0, 0, shape)
+    optimizer.step()
+    scaled = torch.linalg.svdvals(param.detach()) / (0.2 * max(shape[-2:]) ** 0.5)
+    assert scaled.min() > 0.6
+    assert scaled.max() < 1.3
+
+
 torch.manual_seed(0)
 START = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 80), nn.LayerNorm(80), nn.Linear(80, 64))
 

@@ -61,6 +61,10 @@ def test_foreach_functions_match_loops() -> None:
     assert values[0].tolist() == [4.0, 5.0]
     torch_private.foreach_div_(values, torch.tensor(2.0))
     assert values[0].tolist() == [2.0, 2.5]
+    torch_private.foreach_mul_(values, -2.0)
+    assert values[0].tolist() == [-4.0, -5.0]
+    torch_private.foreach_sign_(values)
+    assert values[0].tolist() == [-1.0, -1.0]
     torch_private.foreach_copy_(values, [torch.ones(2), torch.ones(1, 2)])
     assert values[1].tolist() == [[1.0, 1.0]]
     torch_private.foreach_zero_(values)

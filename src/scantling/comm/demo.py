@@ -45,7 +45,7 @@ from scantling.comm.transport.shards import as_gradient, to_local
 from scantling.errors import NonFiniteError, UserError
 from scantling.groups import default_matrix_dims
 from scantling.numerics.device import without_autocast
-from scantling.numerics.torch_private import foreach_div_
+from scantling.numerics.torch_private import foreach_add_, foreach_div_, foreach_mul_, foreach_sign_
 from scantling.optimizer_state import check_saved_keys, load_keeping_dtypes
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class DeMo(torch.optim.Optimizer):
                 if param.requires_grad:
                     (matrices if is_matrix else others).append((param, value))
                     if param.ndim < 2:
-                        param.grad = as_gradient(value, param)
+                        param.grad = as_gradient(value.clone() if is_matrix else value, param)
             _step_matrices(group, matrices)
             self._step_dense(group, others)
             start = end
@@ -422,19 +422,21 @@ def _dense_dtype(param: Tensor) -> torch.dtype:
 
 
 def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Update pairs of matrix and decoded momentum (equations 6 and 7)."""
-    lr = group["lr"]
-    for param, value in pairs:
-        part = to_local(param)
-        # (6) Decay first, so that the update itself does not decay.
-        part.mul_(1.0 - lr * group["weight_decay"])
-        # (7)
-        if group["update"] == "sign":
-            part.add_(value.sign().to(part.dtype), alpha=-lr)
-        elif group["update"] == "identity":
-            part.add_(value.to(part.dtype), alpha=-lr)
-        else:
+    """Update pairs of matrix and decoded momentum (equations 6 and 7); the momentum is overwritten."""
+    if not pairs:
+        return
+    lr, parts, values = group["lr"], [to_local(param) for param, _ in pairs], [value for _, value in pairs]
+    # (6) Decay first, so that the update itself does not decay.
+    if group["weight_decay"]:
+        foreach_mul_(parts, 1.0 - lr * group["weight_decay"])
+    # (7)
+    if group["update"] == "muon":
+        for part, value in zip(parts, values, strict=True):
             part.add_(_orthogonalize(value, group).to(part.dtype), alpha=-lr)
+        return
+    if group["update"] == "sign":
+        foreach_sign_(values)
+    foreach_add_(parts, [value.to(part.dtype) for part, value in zip(parts, values, strict=True)], alpha=-lr)
 
 
 def _orthogonalize(value: Tensor, group: dict[str, Any]) -> Tensor:

@@ -37,7 +37,9 @@ __all__ = [
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_sign_ = torch._foreach_sign_
 foreach_zero_ = torch._foreach_zero_
 
 # Products of int8 and float8 codes. `torch.matmul` refuses these dtypes.
