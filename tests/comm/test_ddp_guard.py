@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +248,56 @@ def train_with_accelerate() -> None:
     accelerator.backward(model(torch.randn(4, 64)).square().mean())
     with pytest.raises(UserError, match=r"with accelerate: accelerator\.no_sync\(model\)"):
         optimizer.step()
+
+
+def resume_with_accelerate(folder: str) -> None:
+    """Save by hooks, as the guide shows, after two of four steps, and continue in new objects."""
+
+    def make() -> tuple[Accelerator, Any, sc.DeMo]:
+        net = network()
+        optimizer = demo(net)
+        accelerator = Accelerator(cpu=True)
+
+        def path(folder: str) -> str:
+            return f"{folder}/optimizer-{accelerator.process_index}.pt"
+
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, folder: torch.save(optimizer.state_dict(), path(folder))
+        )
+        accelerator.register_load_state_pre_hook(
+            lambda models, folder: optimizer.load_state_dict(torch.load(path(folder)))
+        )
+        return accelerator, accelerator.prepare(net), optimizer
+
+    def steps(accelerator: Accelerator, model: Any, optimizer: sc.DeMo, numbers: range) -> list[torch.Tensor]:
+        for step in numbers:
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            with accelerator.no_sync(model):
+                accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    accelerator, model, optimizer = make()
+    steps(accelerator, model, optimizer, range(2))
+    accelerator.save_state(folder)
+    wanted = steps(accelerator, model, optimizer, range(2, 4))
+    accelerator, model, optimizer = make()
+    accelerator.load_state(folder)
+    assert all(map(torch.equal, steps(accelerator, model, optimizer, range(2, 4)), wanted))
+
+    # a prepared optimizer is saved from the first process alone
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(network(), demo(network()))
+    accelerator.save_state(folder)
+    if dist.get_rank() == 1:
+        with pytest.raises(UserError, match="this is the state of rank 0 of 2, here is 1 of 2"):
+            accelerator.load_state(folder)
+
+
+@pytest.mark.dist
+def test_accelerate_saves_every_process(tmp_path: Path) -> None:
+    run(2, resume_with_accelerate, str(tmp_path / "checkpoint"))
 
 
 @pytest.mark.dist
