@@ -64,6 +64,21 @@ def test_all_metrics_are_visible(width: int) -> None:
     assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
 
 
+def test_traffic_is_a_mean_over_recent_steps() -> None:
+    """Local steps send in some steps only; the line shows the mean against the budget, and the exposed time."""
+    shown = io.StringIO()
+    sink = ConsoleSink(Console(file=shown, force_terminal=True, width=200, color_system=None))
+    plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
+    sink.start(name="x", run_dir=Path("runs/x"), plan=plan, first_step=1, last_step=500)
+    for step in range(1, 201):
+        sent = 300 * 1024 if step % 3 == 0 and step > 100 else 0
+        own = {"wire_bytes": sent, "wire_budget_bytes": 110 * 1024, "exchange_s": 0.1, "step_s": 0.4}
+        sink.record({**RECORD, **own, "step": step})
+    sink.close()
+    latest = " ".join(shown.getvalue().split("200/500")[-1].split())
+    assert "sent 99.0 KiB/step of 110 KiB exchange 25 % of the time" in latest
+
+
 @pytest.mark.parametrize("colors", [True, False])
 def test_no_color_removes_only_the_colors(colors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):

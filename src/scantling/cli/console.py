@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ PATIENCE_S = 2.0
 SPINNER = "line"
 """Spinner of ASCII characters, which every terminal has."""
 LABEL_WIDTH = 12
+RECENT_STEPS = 100
+"""Steps over which the traffic is averaged; with local steps only some of them send."""
 
 
 class WordConsole(Console):
@@ -144,6 +147,18 @@ class _Live(Progress):
             yield Text(line)
 
 
+def _describe_traffic(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> list[str]:
+    """Return the mean bytes that a process sends per step, their budget, and the exchange's share of the time."""
+    sent = sum(record["wire_bytes"] for record in records) / len(records)
+    if not sent:
+        return []
+    text = f"sent {format_bytes(sent)}/step"
+    if (budget := records[-1].get("wire_budget_bytes")) is not None:
+        text += f" of {format_bytes(budget)}"
+    waited, total = (sum(record.get(key, 0.0) for record in records) for key in ("exchange_s", "step_s"))
+    return [text, *([f"exchange {format_percent(waited / total, 0)} of the time"] if total else [])]
+
+
 class ConsoleSink(Sink):
     """Sink that shows a short plan, then the run's progress with its main metrics."""
 
@@ -158,6 +173,7 @@ class ConsoleSink(Sink):
         self._status: Status | None = None
         self._timer: Timer | None = None
         self._began = self._last_line = 0.0
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
 
     def start(self, *, name: str, run_dir: Path, plan: Plan, first_step: int, last_step: int) -> None:
         self._name, self._steps, self._first = name, last_step, first_step
@@ -223,8 +239,8 @@ class ConsoleSink(Sink):
             metrics.append(self._held_out)
         metrics.append(f"{format_number(record['tokens_per_s'])} tok/s")
         metrics.append(f"peak {format_bytes(record['peak_memory_bytes'])}")
-        if record["wire_bytes"]:
-            metrics.append(f"sent {format_bytes(record['wire_bytes'])}/step")
+        self._recent.append(record)
+        metrics += _describe_traffic(self._recent)
         if "tensor_size" in record:
             parameters = format_number(record["tensor_parameters"])
             share, factor = format_percent(record["tensor_size"], 0), format_number(record["tensor_compression"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,11 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "demo", "topk": 4, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
         ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
         ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget"),
+        ({"comm": {**LOCAL, "link": "1 Mbit/s"}}, "comm.sync_every: is chosen by comm.link"),
+        ({"comm": {"name": "demo", "share": 0.2}}, "comm.share: has an effect with comm.link alone"),
+        ({"comm": {"name": "demo", "link": "1 Mbit/s", "budget": "2 kB/step"}}, "comm.budget: is chosen by comm.link"),
+        ({"comm": {"link": "1 Mbit/s"}}, "comm.link: has an effect with comm.name: demo"),
+        ({"comm": {"name": "demo", "link": "1 MB/s"}}, "comm.link"),
         ({"comm": LOCAL, "train": {"graph": True}}, "train.graph: cannot capture an exchange"),
     ],
 )
@@ -210,3 +216,30 @@ def test_run_keeps_to_its_budget(tmp_path: Path) -> None:
     resumed = resume(folder, "resumed", 6, 2)
     expected, found = (saved_tensors(each, 12) for each in (folder, resumed))
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallel", [{}, {"shard": 2, "replicate": 2}])
+def test_run_measures_what_its_link_allows(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """The budget is stored, so that the run resumes with the same, also from the recipe with the link."""
+    comm = {key: value for key, value in LOCAL.items() if key != "sync_every"} | {"check_every": None}
+    recipe = recipe_of(tmp_path, comm={**comm, "link": "2 Mbit/s", "share": 0.5}, train={"steps": 8}, parallel=parallel)
+    processes = 4 if parallel else 2
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    message = re.search(r"comm.link: forward and backward passes take (\S+) s per step", done.stdout)
+    assert message, done.stdout
+    seconds = float(message.group(1))
+    stored = load_recipe(tmp_path / "run" / "recipe.yaml").comm
+    assert (stored.link, stored.share) == (None, 0.1)
+    assert stored.budget_bytes == pytest.approx(2e6 / 8 * 0.5 * seconds, rel=0.02)
+    assert records(tmp_path / "run")[-1]["wire_budget_bytes"] == stored.budget_bytes
+    wanted = saved_tensors(tmp_path / "run", 8)
+    forget(tmp_path / "run", 4)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", "--resume", processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "comm.link" not in done.stdout
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").comm == stored
+    found = saved_tensors(tmp_path / "run", 8)
+    assert all(torch.equal(value, found[key]) for key, value in wanted.items())

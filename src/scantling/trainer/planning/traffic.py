@@ -152,7 +152,9 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
 
 
 def note_on_budget(run: ResolvedRun) -> list[str]:
-    """Return a note on the choice that the budget of a run makes."""
+    """Return a note on the choice that the budget or the link of a run makes."""
+    if run.recipe.comm.link is not None:
+        return ["comm.link: a run measures its passes first and then chooses; this plan does not"]
     if run.recipe.comm.budget is None:
         return []
     key = "topk" if run.recipe.comm.name == "demo" else "sync_every"

@@ -400,8 +400,13 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     chosen = "topk" if name == "demo" else "sync_every"
-    if comm.get("budget") is not None and _changed(comm, CommSection, chosen):
-        yield Fault(f"comm.{chosen}", "is chosen by comm.budget; leave one of both out", str(comm[chosen]))
+    for key in ("budget", "link"):
+        if comm.get(key) is not None and _changed(comm, CommSection, chosen):
+            yield Fault(f"comm.{chosen}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen]))
+    if comm.get("link") is None and _changed(comm, CommSection, "share"):
+        yield Fault("comm.share", "has an effect with comm.link alone")
+    elif comm.get("link") is not None and comm.get("budget") is not None:
+        yield Fault("comm.budget", "is chosen by comm.link; leave one of both out", str(comm["budget"]))
     every = comm.get("sync_every", 1)
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")

@@ -320,6 +320,12 @@ _LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults of the methods with local steps that differ from those of the fields; see `sparseloco` and `diloco`."""
 
 
+def _number(text: str, unit: str) -> float:
+    """Return the number of a text such as `2 MB/step`, whose unit is `B/step`."""
+    number, prefix = re.fullmatch(rf"([0-9.]+) ?([kMG]?){unit}", text).groups()  # type: ignore[union-attr]
+    return float(number) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[prefix]
+
+
 class CommSection(Section):
     """Communication between the processes of a run."""
 
@@ -355,6 +361,11 @@ class CommSection(Section):
     budget: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?([kMG]?B)/step$")] | None = None
     """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses the largest `topk` of
     demo, or the smallest `sync_every` of local steps."""
+    link: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?[kMG]?bit/s$")] | None = None
+    """Speed at which a process sends to other replicas, such as `100 Mbit/s`. A new run first measures its forward and
+    backward passes, and sets `budget` so that sending takes `share` of their time."""
+    share: float = Field(default=0.1, gt=0.0, le=1.0)
+    """Time of the messages on the `link`, as a share of the time of forward and backward passes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -364,7 +375,7 @@ class CommSection(Section):
         if name not in ("local_steps", "diloco"):
             return content
         defaults = {**_LOCAL_DEFAULTS[name]}
-        if content.get("budget") is not None:  # chooses it
+        if content.get("budget") is not None or content.get("link") is not None:  # chooses it
             del defaults["sync_every"]
         return {**defaults, **content}
 
@@ -373,8 +384,13 @@ class CommSection(Section):
         """The budget in bytes per step."""
         if self.budget is None:
             return None
-        number, unit = re.fullmatch(r"([0-9.]+) ?([kMG]?)B/step", self.budget).groups()  # type: ignore[union-attr]
-        return float(number) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
+        return _number(self.budget, "B/step")
+
+    def budget_on_link(self, seconds: float) -> str | None:
+        """Return the budget of a run whose passes take this many seconds per step; None without a `link`."""
+        if self.link is None:
+            return None
+        return f"{max(1, int(_number(self.link, 'bit/s') / 8 * self.share * seconds))} B/step"
 
     @property
     def keeps_replicas_equal(self) -> bool:
@@ -581,6 +597,17 @@ class Recipe(Section):
     """Number formats."""
     train: TrainSection
     """Settings of the training loop: steps, batch, schedule, checkpoints."""
+
+    def with_budget(self, budget: str) -> Recipe:
+        """Return this recipe with a budget of bytes in place of `comm.link` and `comm.share`."""
+        comm = {"budget": budget, "link": None, "share": CommSection.model_fields["share"].default}
+        return self.model_copy(update={"comm": self.comm.model_copy(update=comm)})
+
+    def with_measured_budget(self, stored: Recipe) -> Recipe:
+        """Return this recipe with the budget that a stored run measured for its link; measuring again would differ."""
+        if self.comm.link is None or stored.comm.budget is None:
+            return self
+        return self.with_budget(stored.comm.budget)
 
     @property
     def optimizer_options(self) -> dict[str, Any]:

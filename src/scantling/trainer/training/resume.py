@@ -157,7 +157,8 @@ def check_stored_recipe(folder: RunDir, recipe: Recipe) -> None:
 
     Schedules are compared by `check_recipe_of_checkpoint`, which knows the step.
     """
-    lines = {line.split(":")[0]: line for line in differences(folder.read_recipe(), recipe)}
+    stored = folder.read_recipe()
+    lines = {line.split(":")[0]: line for line in differences(stored, recipe.with_measured_budget(stored))}
     if lines.keys() - FREE_KEYS - SCHEDULE_KEYS:
         raise UserError(
             f"cannot resume {folder.path} with another recipe; these keys differ (stored -> given):\n"

@@ -33,6 +33,7 @@ from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.checkpoint_background import BackgroundCheckpointer
 from scantling.trainer.training.cuda_graphs import check_graph
+from scantling.trainer.training.link import measure_budget
 from scantling.trainer.training.loop import Loop, Outcome, explain_out_of_memory
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
 from scantling.trainer.training.resume import (
@@ -184,6 +185,8 @@ def _train(
     """Take a run from its locked directory to its report, one stage after the other."""
     # 1. checks, 2. starting point, 3. plan and data
     report = Sinks(sinks) if context.is_rank0 else Sink()
+    if resume and folder.recipe.exists():
+        recipe = recipe.with_measured_budget(folder.read_recipe())
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
     make_checkpointer = BackgroundCheckpointer if recipe.parallel.async_checkpoint else Checkpointer
@@ -194,6 +197,11 @@ def _train(
         check_data(start.checkpoint, run.prepared_data.info.get("fingerprint"))
     if recipe.train.deterministic and context.device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=False)
+    message = None
+    if recipe.comm.link is not None and context.num_replicas > 1:
+        report.phase("measuring a step")
+        run, message = measure_budget(run, context, checkpointer)
+        planned = _plan_again(run, context)
     # 4. model, optimizer and exchange; the meters start before the model is built
     report.phase("building the model")
     memory, energy = MemoryMeter(context.device), EnergyMeter(context.device)
@@ -209,6 +217,8 @@ def _train(
     loop.sink.start(
         name=name, run_dir=folder.path, plan=planned, first_step=loop.step + 1, last_step=loop.schedule.steps
     )
+    if message is not None:
+        loop.sink.message(message)
     _announce(loop, folder, start)
     del start  # the manifest of many processes is large
     # 7. steps, 8. result and report
@@ -247,6 +257,12 @@ def _plan_and_prepare(
     assert planned is not None
     _check_memory(with_data, planned, context, is_warned=is_warned)
     return with_data, planned
+
+
+def _plan_again(run: ResolvedRun, context: DistContext) -> Plan:
+    planned = _plan_on_main(run, context)
+    assert planned is not None
+    return planned
 
 
 def _plan_on_main(run: ResolvedRun, context: DistContext, *, may_fail: bool = False) -> Plan | None:
@@ -320,7 +336,7 @@ def _open_sinks(
         else:
             if folder.metrics.exists():
                 read_metrics(folder.metrics)  # report a broken line before the first step, not after the last
-            if start.changes_schedule or not folder.recipe.exists():
+            if start.changes_schedule or not folder.recipe.exists() or folder.read_recipe().comm != recipe.comm:
                 folder.write_recipe(recipe)
         folder.write_environment(world_size=context.world_size, device=str(context.device), data=run.prepared_data.info)
         write_json(folder.plan, planned.to_dict())

@@ -301,6 +301,17 @@ class Stepper:
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def run_without_exchange(self, batches: Sequence[Batch]) -> None:
+        """Run forward and backward passes, wait for them, and discard the gradients."""
+        total = torch.zeros((), device=self.context.device)
+        for batch in batches:
+            with self.exchange.accumulate(last=False), autocast(self.compute, self.context.device):
+                loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self.optimizer.zero_grad(set_to_none=True)
+        float(total)  # waits for the device
+
     def _raise_nonfinite(self, step: int, own_loss: Tensor) -> None:
         """Raise a NonFiniteError with the first NaN or Inf and its rank; the parameters are unchanged."""
         if self.release is not None and self.context.world_size == 1:
