@@ -112,6 +112,25 @@ def test_muon_update_is_nearly_orthogonal(shape: tuple[int, ...]) -> None:
     assert scaled.max() < 1.3
 
 
+@pytest.mark.parametrize("update", ["sign", "identity"])
+def test_parameter_unfrozen_with_a_pending_result_steps(update: Any) -> None:
+    params = [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64), requires_grad=False)]
+    optimizer = DeMo(params, lr=0.1, topk=8, delay=1, update=update, check_every=None)
+    for step in range(3):
+        for param in params:
+            if param.requires_grad:
+                param.grad = gradient(0, step, (64, 64))
+        optimizer.step()
+        if step == 1:
+            optimizer.state_dict()
+            params[1].requires_grad_(True)
+    assert params[0].any()
+    optimizer.state_dict()
+    params[1].grad = gradient(0, 5, (64, 64))
+    optimizer.step()
+    assert params[1].any()
+
+
 torch.manual_seed(0)
 START = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 80), nn.LayerNorm(80), nn.Linear(80, 64))
 

@@ -192,7 +192,9 @@ class MomentumExchange:
         return momentum is not None
 
     def decode_momentum(self) -> list[Tensor] | None:
-        """Exchange, and return the decoded momentum of all parameters: local shards in fp32, zeros if frozen.
+        """Exchange, and return the decoded momentum of all parameters: local shards, zeros if frozen.
+
+        In fp32; a GPU writes the momentum of bf16 matrices in bf16.
 
         None if there is no result, see `exchange`.
         """
@@ -292,7 +294,8 @@ class MomentumExchange:
             logger.warning("step %d: ranks %s have NaN or Inf gradients; left out", step, self.nonfinite_ranks)
         is_dense = self._layout is not None and self._layout.strategy == "dense"
         momentum: list[Tensor | None] = [None] * len(params)
-        dtypes = {idx: param.dtype for idx, param in enumerate(params)}
+        # 16 bits of bf16 hold the range of fp32, those of fp16 do not.
+        dtypes = {idx: param.dtype for idx, param in enumerate(params) if param.dtype == torch.bfloat16}
         for message, (outcomes, _) in received:
             for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):
                 # (5) Decode the mean of all replicas: a few coefficients per block.
@@ -632,6 +635,8 @@ class MomentumExchange:
         )
         if self.announces and self._layout is None and self.replicas.rank == 0:
             log_layout(f"{self}\nexchange by {layout.strategy} among {self.replicas.world_size} processes")
+        if layout is not self._layout:  # other block groups, options or parameters
+            self.residuals.subtract_sent()
         self._layout = layout
         return layout
 

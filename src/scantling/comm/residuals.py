@@ -51,9 +51,10 @@ class Residuals:
         self, param_groups: list[Group], state: MutableMapping[Tensor, dict[str, Any]], config: ExchangeConfig
     ) -> None:
         self.param_groups, self.state, self.config = param_groups, state, config
-        self._in_kernels: set[BlockGroup] = set()  # those whose last accumulation was a kernel
-        # Sent coefficients that the kernel of the next accumulation subtracts
-        self._sent: dict[BlockGroup, tuple[Tensor, Tensor]] = {}
+        # Block groups that a kernel has accumulated and whose outcome has not been subtracted
+        self._in_kernels: set[BlockGroup] = set()
+        # Parameters, index and values of sent coefficients that the kernel of the next accumulation subtracts
+        self._sent: dict[BlockGroup, tuple[list[Tensor], Tensor, Tensor]] = {}
 
     @property
     def params(self) -> list[Tensor]:
@@ -94,13 +95,18 @@ class Residuals:
     @torch.no_grad()
     def subtract_sent(self) -> None:
         """Subtract all sent coefficients now, before somebody else reads, writes or replaces the state."""
-        while self._sent:
-            block_group, (index, values) = self._sent.popitem()
-            block_group.add_sparse(index, values, -1.0, to=lambda idx: self._read(self.params[idx]))
+        for block_group, (params, index, values) in list(self._sent.items()):
+            if all(param in self for param in params):  # else somebody has cleared the state
+                residuals = {
+                    slot.param: self._read(param) for slot, param in zip(block_group.slots, params, strict=True)
+                }
+                block_group.add_sparse(index, values, -1.0, to=residuals.__getitem__)
+            del self._sent[block_group]
 
     def discard(self, param: Tensor) -> None:
         """Remove the residual of a parameter."""
         self.subtract_sent()
+        self._in_kernels.clear()
         for key in KEYS:
             self.state.get(param, {}).pop(key, None)
 
@@ -164,19 +170,27 @@ class Residuals:
         (form,) = forms
         residuals, scales = None, list[Tensor]()
         if keeps_residuals(block_group, self.config):
+            if not all(param in self for param in own):  # somebody has cleared the state
+                self._sent.pop(block_group, None)
             residuals, scales = self._stored(own, form)
         if not triton.can_accumulate(block_group, residuals, given):
             return None
-        sent, seed = self._sent.pop(block_group, None), rounding_seed(step, 0, block_group.slots[0].param)
+        _, *sent = self._sent.get(block_group, (None,))
+        seed = rounding_seed(step, 0, block_group.slots[0].param)
         selected = triton.accumulate_and_select(block_group, residuals, given, sent, scales=scales, seed=seed)
+        self._sent.pop(block_group, None)
         self._in_kernels.add(block_group)
         return selected
 
     def _stored(self, params: Sequence[Tensor], form: ResidualFormat) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the stored residuals of parameters, and the scales of int8 ones; missing ones become zeros."""
+        """Return the stored residuals of parameters, and the scales of int8 ones; missing ones become zeros.
+
+        Residuals in another format, of a loaded state or before a change of the option, are converted.
+        """
+        wanted = torch.float32 if form == "fp32" else torch.int8
         for param in params:
-            if param not in self:
-                self.write(param, torch.zeros_like(to_local(param), dtype=torch.float32), form)
+            if param not in self or self.state[param]["residual"].dtype != wanted:
+                self.write(param, self.read(param), form)
         states = [self.state[param] for param in params]
         scales = [state["residual_scale"] for state in states] if form == "int8" else []
         return [state["residual"] for state in states], scales
@@ -217,16 +231,17 @@ class Residuals:
         """
         parts = [(part, sign) for part, sign in ((outcome.applied, 1.0), (outcome.owner_error, -1.0)) if part]
         indices = [index for (index, _), _ in parts if index is not None]
-        if not parts or len(indices) < len(parts) or block_group not in self._in_kernels:
+        if block_group not in self._in_kernels:  # such as after a NaN gradient, which was not accumulated
             return False
-        if not block_group.spec.transformed:
+        self._in_kernels.remove(block_group)
+        if not parts or len(indices) < len(parts) or not block_group.spec.transformed:
             return False
         signed = [values if sign == 1.0 else -values for (_, values), sign in parts]
         index, values = (each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in (indices, signed))
         own = [self.params[slot.param] for slot in block_group.slots]
         if self.state[own[0]]["residual"].dtype == torch.float32:
-            assert block_group not in self._sent, "coefficients are subtracted before more are sent"
-            self._sent[block_group] = index, values
+            assert block_group not in self._sent, "an accumulation by a kernel subtracts what was sent before"
+            self._sent[block_group] = own, index, values
         else:
             seed = rounding_seed(step, 1, block_group.slots[0].param)
             triton.add_to_coded(block_group, index, values, -1.0, *self._stored(own, "int8"), seed)
@@ -281,9 +296,10 @@ class Residuals:
 
     def set_pending(self, result: Sequence[Tensor] | None) -> None:
         """Store a result of an exchange that is applied in a later step."""
-        # Not strict: without a result, nothing is stored.
+        # Not strict: without a result, nothing is stored. The zeros of a frozen parameter are one element.
         for param, value in zip(self.params, result or [], strict=False):
-            self.state.setdefault(param, {})["pending"] = value
+            if param.requires_grad:
+                self.state.setdefault(param, {})["pending"] = value
 
     def take_pending(self) -> list[Tensor] | None:
         """Remove and return the pending result, if there is one."""

@@ -200,7 +200,7 @@ def _write_largest(
     tl.store(values + position, tl.reshape(x, (down * across,)), chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("seed",))
 def select(
     table, owners, down_basis, across_basis, sent_index, sent_values, sent, index, values, k, decay, seed,
     height: tl.constexpr, width: tl.constexpr, down: tl.constexpr, across: tl.constexpr, size: tl.constexpr,
@@ -312,7 +312,7 @@ def add_transformed(
     _add(table, fields + _TENSOR, tl.load(fields + _KIND), offset, inside, x * scale, overwrite, aligned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("seed",))
 def add_to_coded(
     table, owners, down_basis, across_basis, index, values, count, scale, seed, height: tl.constexpr,
     width: tl.constexpr, down: tl.constexpr, across: tl.constexpr, size: tl.constexpr, precision: tl.constexpr,
@@ -404,7 +404,7 @@ def _read_bits(bytes, bit, bits: tl.constexpr, length, mask):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows_at", "codes_at", "scales_at"))
 def pack(
     index, values, words, k, rows_at, codes_at, scales_at, low: tl.constexpr, row: tl.constexpr, bits: tl.constexpr,
     levels: tl.constexpr, size: tl.constexpr,
@@ -422,6 +422,7 @@ def pack(
         size: a power of 2 of at least k.
     """
     block, n = tl.program_id(0).to(tl.int64), tl.arange(0, size)
+    rows_at, codes_at, scales_at = rows_at.to(tl.int64), codes_at.to(tl.int64), scales_at.to(tl.int64)  # as bits
     known = n < k
     number = block * k + n
     v = tl.load(values + number, known, other=0.0)
@@ -449,7 +450,7 @@ def pack(
     _write_bits(words, codes_at * 8 + number * bits, code, known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows_at", "codes_at", "scales_at"))
 def unpack(
     bytes, index, values, length, k, last, rows_at, codes_at, scales_at, low: tl.constexpr,
     row: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr, size: tl.constexpr, row_size: tl.constexpr,
@@ -462,6 +463,7 @@ def unpack(
         row_size: a power of 2 of at least `row`.
     """
     block, n = tl.program_id(0).to(tl.int64), tl.arange(0, size)
+    rows_at, codes_at, scales_at = rows_at.to(tl.int64), codes_at.to(tl.int64), scales_at.to(tl.int64)  # as bits
     known = n < k
     number, to = block * k + n, block * k
     if low >= 0:

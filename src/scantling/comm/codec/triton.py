@@ -35,6 +35,8 @@ _LEAST_SIDE = 16
 """Smallest side of a `tl.dot` operand."""
 _MOST_TERMS = 64
 """Most coefficients in one product of an inverse transform."""
+_MOST_COEFFICIENTS = 4096
+"""Most coefficients of a block that one program packs."""
 _CHECKSUM_WORDS = 1024
 """8-byte words of a program."""
 
@@ -52,7 +54,7 @@ def can_accumulate(
         return False
     return (
         _is_supported(block_group, tensors)
-        and len({tensor.dtype for tensor in residuals or ()}) <= 1
+        and {tensor.dtype for tensor in residuals or ()} in (set(), {torch.float32}, {torch.int8})
         and (not _is_coded(residuals) or _can_code(block_group))
         and all(gradient.dtype in FLOATS for gradient in given)
         and (residuals is not None or len(given) == len(gradients))
@@ -67,7 +69,7 @@ def accumulate_and_select(
     block_group: BlockGroup,
     residuals: Sequence[Tensor] | None,
     gradients: Sequence[Tensor | None],
-    sent: tuple[Tensor, Tensor] | None = None,
+    sent: Sequence[Tensor] = (),
     *,
     scales: Sequence[Tensor] = (),
     seed: int = 0,
@@ -78,7 +80,7 @@ def accumulate_and_select(
         block_group: the tensors are those of its parameters, in order.
         residuals: fp32, or int8 with scales; overwritten. None if the group keeps none.
         gradients: None counts as zero.
-        sent: index and values of the coefficients of s, (blocks, n); only with a transform.
+        sent: index and values of the coefficients of s, (blocks, n); only with a transform. Empty for none.
         scales: of int8 residuals, one for each row of each block; overwritten.
         seed: of their stochastic rounding.
 
@@ -101,13 +103,13 @@ def accumulate_and_select(
             )
         return None, values
     index = torch.empty(block_group.count, spec.codec.k, dtype=torch.int64, device=device)
-    sent_index, sent_values = (index, values) if sent is None else sent
-    count = 0 if sent is None else sent_values.shape[1]
+    sent_index, sent_values = sent or (index, values)
+    count = sent_values.shape[1] if sent else 0
     given = [gradient for gradient in gradients if gradient is not None]
     with device_context(table):
         kernels.select[own](
             *(table, plan.owners, plan.down, plan.across, sent_index, sent_values, count),
-            *(index, values, spec.codec.k, spec.decay, seed),
+            *(index, values, spec.codec.k, spec.decay, _mix(seed) if scales else 0),
             size=_terms(count),
             transformed=spec.transformed,
             precision=_precision(spec.codec),
@@ -201,7 +203,8 @@ def add_to_coded(
     table = plan.adding.upload(_fields(block_group, codes, (), scales), values.device)
     with device_context(table):
         kernels.add_to_coded[(block_group.count,)](
-            *(table, plan.owners, plan.down, plan.across, index.contiguous(), values.contiguous(), count, scale, seed),
+            *(table, plan.owners, plan.down, plan.across, index.contiguous(), values.contiguous(), count, scale),
+            seed=_mix(seed),
             size=_terms(count),
             precision=_precision(block_group.spec.codec),
             **_shape(block_group),
@@ -252,8 +255,14 @@ def mask_unselected(index: Tensor, values: Tensor, selected: Tensor) -> Tensor:
 
 
 def can_pack(like: Tensor) -> bool:
-    """Return True if `pack`, `unpack` and `message_checksum` run on the device of a tensor."""
+    """Return True if kernels run on the device of a tensor, such as `message_checksum`."""
     return like.device.type in DEVICES and has_kernels(like.device)
+
+
+def can_code(codec: TopKCodec, like: Tensor) -> bool:
+    """Return True if `pack` and `unpack` support the blocks of a codec; those of more coefficients compile slowly."""
+    _, row = (0, 0) if codec.is_dense else codec.index_layout
+    return can_pack(like) and codec.k <= _MOST_COEFFICIENTS and row <= 4 * _MOST_COEFFICIENTS
 
 
 def pack(codec: TopKCodec, index: Tensor | None, values: Tensor) -> Tensor:
@@ -348,6 +357,11 @@ def _shape(block_group: BlockGroup) -> dict[str, int]:
     return {"height": height, "width": width, "down": down, "across": across}
 
 
+def _mix(seed: int) -> int:
+    """Return 31 mixed bits of a seed: an argument that grows past 31 bits would compile the kernel again."""
+    return (seed * 0x9E3779B97F4A7C15 % 2**64) >> 33
+
+
 def _power(count: int) -> int:
     """Return the smallest power of 2 of at least `count`."""
     return 1 << width_for(count)
@@ -409,7 +423,10 @@ def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
         and can_pack(tensors[0])
         and _has_small_blocks(block_group)
         and all(tensor.dtype in (*FLOATS, torch.int8) for tensor in tensors)
-        and all(slot.grid.is_row_major(tensor) for slot, tensor in zip(block_group.slots, tensors, strict=True))
+        and all(
+            tuple(tensor.shape) == slot.grid.shape and slot.grid.is_row_major(tensor)
+            for slot, tensor in zip(block_group.slots, tensors, strict=True)
+        )
     )
 
 
