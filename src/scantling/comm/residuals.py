@@ -240,7 +240,7 @@ class Residuals:
         index, values = (each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in (indices, signed))
         own = [self.params[slot.param] for slot in block_group.slots]
         if self.state[own[0]]["residual"].dtype == torch.float32:
-            assert block_group not in self._sent, "an accumulation by a kernel subtracts what was sent before"
+            assert block_group not in self._sent, "an accumulation by a kernel subtracts the coefficients before"
             self._sent[block_group] = own, index, values
         else:
             seed = rounding_seed(step, 1, block_group.slots[0].param)

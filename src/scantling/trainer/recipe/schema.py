@@ -599,7 +599,7 @@ class Recipe(Section):
     """Settings of the training loop: steps, batch, schedule, checkpoints."""
 
     def with_budget(self, budget: str) -> Recipe:
-        """Return this recipe with a budget of bytes in place of `comm.link` and `comm.share`."""
+        """Return this recipe with a budget of bytes instead of `comm.link` and `comm.share`."""
         comm = {"budget": budget, "link": None, "share": CommSection.model_fields["share"].default}
         return self.model_copy(update={"comm": self.comm.model_copy(update=comm)})
 
