@@ -386,6 +386,29 @@ def test_kernels_lose_nothing(exchange: Any, values: Any, monkeypatch: pytest.Mo
         torch.testing.assert_close(applied[0] + sum(left) / 2, sum(given) / 2, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("update", "dtype", "scale"),
+    [("muon", torch.bfloat16, 1e-2), ("muon", torch.float16, 1e-5), ("sign", torch.float16, 2e-7)],
+)
+def test_updates_of_16_bit_weights_are_those_of_fp32(
+    update: Any, dtype: Any, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoded momentum is not rounded to fp16, where it underflows, and Muon's iteration runs in fp32."""
+
+    def step(devices: tuple[str, ...]) -> Tensor:
+        monkeypatch.setattr(triton, "DEVICES", devices)
+        param = nn.Parameter(torch.zeros(64, 64, device=DEVICE, dtype=dtype))
+        optimizer = sc.DeMo([param], lr=1.0, topk=512, values="fp32", update=update, check_every=None)
+        param.grad = (scale * make_tensors(1, [(64, 64)])[0]).to(dtype)
+        optimizer.step()
+        return param.detach().float()
+
+    plain, found = step(()), step((DEVICE,))
+    if update == "sign":
+        assert (found != 0).float().mean() == (plain != 0).float().mean() == 1.0
+    assert (found - plain).norm() < 0.03 * plain.norm()
+
+
 def make_change(name: str, made: MomentumExchange, params: list[nn.Parameter], step: int, rank: int) -> None:
     """Change something before a step of `test_changes_between_steps`."""
     if name == "nan" and step == 1 and rank == 0:
