@@ -432,7 +432,7 @@ def _step_matrices(group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]
     # (7)
     if group["update"] == "muon":
         for part, value in zip(parts, values, strict=True):
-            part.add_(_orthogonalize(value.float(), group).to(part.dtype), alpha=-lr)
+            part.add_(_orthogonalize(value, group).to(part.dtype), alpha=-lr)
         return
     if group["update"] == "sign":
         foreach_sign_(values)

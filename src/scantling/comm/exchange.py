@@ -194,7 +194,7 @@ class MomentumExchange:
     def decode_momentum(self) -> list[Tensor] | None:
         """Exchange, and return the decoded momentum of all parameters: local shards, zeros if frozen.
 
-        In fp32; a GPU writes the momentum of bf16 matrices in bf16.
+        In fp32; a GPU writes the momentum of bf16 matrices in bf16, except for Muon.
 
         None if there is no result, see `exchange`.
         """
@@ -294,8 +294,13 @@ class MomentumExchange:
             logger.warning("step %d: ranks %s have NaN or Inf gradients; left out", step, self.nonfinite_ranks)
         is_dense = self._layout is not None and self._layout.strategy == "dense"
         momentum: list[Tensor | None] = [None] * len(params)
-        # 16 bits of bf16 hold the range of fp32, those of fp16 do not.
-        dtypes = {idx: param.dtype for idx, param in enumerate(params) if param.dtype == torch.bfloat16}
+        # bf16 has the range of fp32, fp16 does not. Muon would turn the rounding errors of a matrix of low rank into
+        # singular values as large as the others.
+        dtypes = {
+            idx: param.dtype
+            for idx, (param, group) in enumerate(zip(params, group_by_param(self.param_groups), strict=True))
+            if param.dtype == torch.bfloat16 and group.get("update") != "muon"
+        }
         for message, (outcomes, _) in received:
             for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):
                 # (5) Decode the mean of all replicas: a few coefficients per block.
