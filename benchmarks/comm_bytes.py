@@ -29,7 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "topk 8, signs": {"topk": 8, "values": "sign", "dense": "sign"},
 }
-LOCAL = {"every": 5, "topk": 192, "values": "sign", "dense": "sign"}
+LOCAL_STEPS = 5
+LOCAL = {"topk": 192, "values": "sign", "dense": "sign"}
 
 
 def build_model(rows: int) -> torch.nn.Module:
@@ -54,9 +55,8 @@ def compute(rows: int) -> list[dict[str, Any]]:
             for name, options in SETTINGS.items():
                 made = sc.MomentumExchange(channels(model, channel), check_every=None, **options)
                 found.append((name, channel, replicas, made.planned_wire_bytes(replicas)))
-            options = {key: value for key, value in LOCAL.items() if key != "every"}
-            local = outer_exchange("sparseloco", channels(model, channel), check_every=None, **options)
-            sent = local.planned_wire_bytes_per_step(replicas) / LOCAL["every"]
+            local = outer_exchange("sparseloco", channels(model, channel), check_every=None, **LOCAL)
+            sent = local.planned_wire_bytes_per_step(replicas) / LOCAL_STEPS
             found.append(("5 local steps, topk 192, signs", channel, replicas, sent))
     return [
         {

@@ -47,7 +47,7 @@ STEPS = 3
 
 @contextmanager
 def as_on_a_gpu(launched: Counter[str], *, kernels: bool) -> Iterator[None]:
-    """Take the operations of a GPU instead of those of a CPU, with kernels or without, and count kernels."""
+    """Run the operations that a GPU runs, with kernels or without, and count the kernels."""
     from scantling.comm import layout
     from scantling.comm.codec import blocks, dct, quantize, topk, triton
     from scantling.comm.codec import kernels as own

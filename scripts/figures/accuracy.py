@@ -14,8 +14,11 @@ from typing import Any
 from scripts.figures.drawing import Drawing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-PANELS = (("banking77", "small", "Banking77, width 128"), ("clinc150", "small", "CLINC150, width 128"))
-PANELS += (("banking77", "full", "Banking77, width 256"),)
+PANELS = (
+    ("banking77", "small", "Banking77, width 128"),
+    ("clinc150", "small", "CLINC150, width 128"),
+    ("banking77", "full", "Banking77, width 256"),
+)
 NAMES = {
     "dense": "dense",
     "tt": "TT",

@@ -147,7 +147,7 @@ class _Live(Progress):
             yield Text(line)
 
 
-def _describe_traffic(records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]]) -> list[str]:
+def _describe_traffic(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the mean bytes that a process sends per step, their budget, and the exchange's share of the time."""
     sent = sum(record["wire_bytes"] for record in records) / len(records)
     if not sent:

@@ -92,7 +92,7 @@ def exchange_coefficients(
     for number, block_group in enumerate(block_groups):
         codec = block_group.spec.codec
         # On a CPU it is cheaper to quantize this replica's own values than to unpack them.
-        quantizes_own = not triton.can_pack(selected[number][1])
+        quantizes_own = not triton.can_run(selected[number][1])
         parts = [
             codec.round_trip(*selected[number])
             if quantizes_own and rank == header.rank
@@ -222,7 +222,7 @@ def _mean(spec: BlockSpec, parts: Sequence[Sparse], *, over_senders: bool) -> Sp
     codec = spec.codec
     # With few coefficients per block, decoding them sparsely is cheaper than adding up whole blocks.
     most = spec.width // 2 if spec.transformed else codec.size // 4
-    if triton.can_pack(parts[0][1]):  # a kernel needs no whole blocks
+    if triton.can_run(parts[0][1]):  # a kernel needs no whole blocks
         most = codec.size * len(parts)
     if not over_senders and not codec.is_dense and len(parts) * codec.k <= most:
         indices, values = _side_by_side(parts)
@@ -279,7 +279,7 @@ def _mask_unselected(codec: TopKCodec, sent: Sparse, selected: Tensor | None) ->
     index, values = sent
     if index is None or selected is None:
         return sent
-    if triton.can_pack(values):
+    if triton.can_run(values):
         return index, triton.mask_unselected(index, values, selected)
     # (count, size), True for the coefficients of the mean
     mask = torch.zeros(len(values), codec.size, dtype=torch.bool, device=values.device).scatter_(1, selected, True)

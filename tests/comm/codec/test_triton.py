@@ -565,5 +565,5 @@ for bits, levels, low, high in ((32, 0, -1, 0), (16, 0, 0, 4351), (8, 127, 12, 0
     how = {"low": low, "row": high, "bits": bits, "levels": levels, "size": 32}
     build(kernels.pack, capability, types, **how)
     build(kernels.unpack, capability, types, row_size=1 << high.bit_length(), **how)
-build(kernels.add_checksum, capability, types, size=1024)
+build(kernels.add_checksum, capability, types, front=24, size=1024)
 """

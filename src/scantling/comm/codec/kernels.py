@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from scantling.numerics import bits
 from scantling.numerics.kernels import pointer
 
 FIELDS = ("tensor", "gradient", "first", "rows", "cols", "down", "across", "kind", "gradient_kind", "scales")
@@ -32,10 +33,8 @@ _GRADIENT_KIND: tl.constexpr = tl.constexpr(FIELDS.index("gradient_kind"))
 _SCALES: tl.constexpr = tl.constexpr(FIELDS.index("scales"))
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
 _SMALLEST: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # smallest normal fp32 number
-_FRONT: tl.constexpr = tl.constexpr(24)
-"""Bytes of a message before its checksum."""
-_ODD: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
-_OTHER_ODD: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_ODD: tl.constexpr = tl.constexpr(bits._ODD)
+_OTHER_ODD: tl.constexpr = tl.constexpr(bits._OTHER_ODD)
 
 
 @triton.jit
@@ -70,9 +69,10 @@ def _elements(
 
 
 @triton.jit
-def _scale_offsets(offset, width: tl.constexpr):
-    """Return the positions of the scales of a block's rows: each row of a block shares one."""
-    return tl.min(offset, 1) // width
+def _row_scales(table, fields, offset, mask, width: tl.constexpr):
+    """Return pointers to the scales of a block's rows, which share one each, and a mask of the rows inside."""
+    at = pointer(table, fields + _SCALES, tl.float32, False) + tl.min(offset, 1) // width
+    return at, tl.max(mask.to(tl.int32), 1) > 0
 
 
 @triton.jit
@@ -80,9 +80,8 @@ def _load_residual(table, fields, offset, mask, width: tl.constexpr, coded: tl.c
     """Return residuals in fp32; `coded` ones are stored in int8 with a scale for each row of a block."""
     if coded:
         code = tl.load(pointer(table, fields + _TENSOR, tl.int8, False) + offset, mask, other=0).to(tl.float32)
-        there = tl.max(mask.to(tl.int32), 1) > 0
-        at = _scale_offsets(offset, width)
-        scale = tl.load(pointer(table, fields + _SCALES, tl.float32, False) + at, there, other=0.0)
+        scales, there = _row_scales(table, fields, offset, mask, width)
+        scale = tl.load(scales, there, other=0.0)
         r = code / 127.0 * scale[:, None]
     else:
         r = tl.load(pointer(table, fields + _TENSOR, tl.float32, aligned) + offset, mask, other=0.0)
@@ -102,9 +101,8 @@ def _store_residual(
         steps = tl.floor(x / tl.maximum(largest, _SMALLEST)[:, None] * 127.0 + noise)
         code = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8)
         tl.store(pointer(table, fields + _TENSOR, tl.int8, False) + offset, code, mask)
-        there = tl.max(mask.to(tl.int32), 1) > 0
-        at = _scale_offsets(offset, width)
-        tl.store(pointer(table, fields + _SCALES, tl.float32, False) + at, largest, there)
+        scales, there = _row_scales(table, fields, offset, mask, width)
+        tl.store(scales, largest, there)
 
 
 @triton.jit
@@ -496,15 +494,16 @@ def unpack(
 
 
 @triton.jit
-def add_checksum(message, length, total, size: tl.constexpr):
+def add_checksum(message, length, total, front: tl.constexpr, size: tl.constexpr):
     """Add the checksum of a message, without the checksum that it holds, to `total`; see numerics/bits.py.
 
     Args:
         message: `length` bytes.
+        front: bytes before the 8 bytes of the checksum.
         size: 8-byte words of a program.
     """
     word = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    start = tl.where(word < _FRONT // 8, word * 8, word * 8 + 8)  # after the front come 8 bytes to be left out
+    start = tl.where(word < front // 8, word * 8, word * 8 + 8)  # after the front come 8 bytes to be left out
     value = tl.zeros((size,), tl.int64)
     for number in tl.static_range(8):
         byte = tl.load(message + start + number, start + number < length, other=0).to(tl.int64)

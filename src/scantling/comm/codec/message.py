@@ -50,11 +50,9 @@ def pack_message(header: Header, body: Tensor) -> Tensor:
     fields = (header.epoch, header.step & 0xFFFFFFFF, header.rank, header.configuration)
     head = _FORMAT.pack(MAGIC, VERSION, int(header.valid), *fields)
     front = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(body.device, non_blocking=True)
-    if triton.can_pack(body):
-        message = torch.cat([front, front.new_zeros(8), body])
-        message[_FORMAT.size : HEADER_BYTES] = triton.message_checksum(message).view(torch.uint8)
-        return message
-    return torch.cat([front, checksum(torch.cat([front, body])).view(torch.uint8), body])
+    message = torch.cat([front, front.new_zeros(HEADER_BYTES - _FORMAT.size), body])
+    message[_FORMAT.size : HEADER_BYTES] = _message_checksum(message).view(torch.uint8)
+    return message
 
 
 def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tensor]]:
@@ -88,8 +86,8 @@ def unpack_messages(messages: Sequence[Tensor]) -> tuple[list[Header], list[Tens
 
 def _message_checksum(message: Tensor) -> Tensor:
     """Return the checksum of all bytes but those of the checksum: (1,) int64."""
-    if triton.can_pack(message):
-        return triton.message_checksum(message)
+    if triton.can_run(message):
+        return triton.message_checksum(message, _FORMAT.size)
     return checksum(torch.cat([message[: _FORMAT.size], message[HEADER_BYTES:]]))
 
 

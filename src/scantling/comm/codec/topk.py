@@ -87,7 +87,7 @@ class TopKCodec:
 
     def pack(self, index: Tensor | None, values: Tensor) -> Tensor:
         """Return selected elements as bytes: (`num_bytes(count)`,) uint8."""
-        if triton.can_code(self, values):
+        if triton.can_pack(self, values):
             return triton.pack(self, index, values)
         coded = quantize(values, self.values)
         return coded if index is None else torch.cat([pack_indices(index, self.size), coded])
@@ -100,7 +100,7 @@ class TopKCodec:
         """
         if packed.numel() != self.num_bytes(count):
             raise PayloadError(f"{count} blocks take {self.num_bytes(count)} bytes; received {packed.numel()}")
-        if triton.can_code(self, packed):
+        if triton.can_pack(self, packed):
             return triton.unpack(self, packed, count)
         start = self._index_bytes(count)
         values = dequantize(packed[start:], count, self.k, self.values)
@@ -111,7 +111,7 @@ class TopKCodec:
     def round_trip(self, index: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
         """Pack and unpack: return the same indices, and the values as they are after quantization."""
         count, length = values.shape
-        if triton.can_code(self, values):
+        if triton.can_pack(self, values):
             return index, triton.unpack(self, triton.pack(self, index, values), count)[1]
         return index, dequantize(quantize(values, self.values), count, length, self.values)
 

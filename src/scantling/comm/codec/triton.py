@@ -55,7 +55,7 @@ def can_accumulate(
     return (
         _is_supported(block_group, tensors)
         and {tensor.dtype for tensor in residuals or ()} in (set(), {torch.float32}, {torch.int8})
-        and (not _is_coded(residuals) or _can_code(block_group))
+        and (not _is_coded(residuals) or _share_scales(block_group))
         and all(gradient.dtype in FLOATS for gradient in given)
         and (residuals is not None or len(given) == len(gradients))
         and all(
@@ -213,7 +213,7 @@ def add_to_coded(
 
 def can_select_again(block_group: BlockGroup, like: Tensor) -> bool:
     """Return True if `select_again` and `mask_unselected` support a block group."""
-    return _has_small_blocks(block_group) and not block_group.spec.codec.is_dense and can_pack(like)
+    return _has_small_blocks(block_group) and not block_group.spec.codec.is_dense and can_run(like)
 
 
 def select_again(block_group: BlockGroup, index: Tensor, values: Tensor, senders: int, k: int) -> tuple[Tensor, Tensor]:
@@ -254,15 +254,15 @@ def mask_unselected(index: Tensor, values: Tensor, selected: Tensor) -> Tensor:
     return masked
 
 
-def can_pack(like: Tensor) -> bool:
+def can_run(like: Tensor) -> bool:
     """Return True if kernels run on the device of a tensor, such as `message_checksum`."""
     return like.device.type in DEVICES and has_kernels(like.device)
 
 
-def can_code(codec: TopKCodec, like: Tensor) -> bool:
+def can_pack(codec: TopKCodec, like: Tensor) -> bool:
     """Return True if `pack` and `unpack` support the blocks of a codec; those of more coefficients compile slowly."""
     _, row = (0, 0) if codec.is_dense else codec.index_layout
-    return can_pack(like) and codec.k <= _MOST_COEFFICIENTS and row <= 4 * _MOST_COEFFICIENTS
+    return can_run(like) and codec.k <= _MOST_COEFFICIENTS and row <= 4 * _MOST_COEFFICIENTS
 
 
 def pack(codec: TopKCodec, index: Tensor | None, values: Tensor) -> Tensor:
@@ -304,14 +304,16 @@ def unpack(codec: TopKCodec, packed: Tensor, count: int) -> tuple[Tensor | None,
     return index, values
 
 
-def message_checksum(message: Tensor) -> Tensor:
-    """Return the checksum of a message, (1,) int64, which leaves out the bytes for the checksum itself."""
+def message_checksum(message: Tensor, front: int) -> Tensor:
+    """Return the checksum of a message, (1,) int64, which leaves out its own 8 bytes after those of the front."""
     from scantling.comm.codec import kernels
 
     total = torch.zeros(1, dtype=torch.int64, device=message.device)
     programs = -(-message.numel() // (8 * _CHECKSUM_WORDS))
     with device_context(message):
-        kernels.add_checksum[(programs,)](message.contiguous(), message.numel(), total, size=_CHECKSUM_WORDS)
+        kernels.add_checksum[(programs,)](
+            message.contiguous(), message.numel(), total, front=front, size=_CHECKSUM_WORDS
+        )
     return total
 
 
@@ -408,7 +410,7 @@ def _is_coded(residuals: Sequence[Tensor] | None) -> bool:
     return any(residual.dtype == torch.int8 for residual in residuals or ())
 
 
-def _can_code(block_group: BlockGroup) -> bool:
+def _share_scales(block_group: BlockGroup) -> bool:
     """Return True if block rows share the scales of int8 residuals, and coefficients are those of a transform."""
     spec = block_group.spec
     return spec.transformed and all(
@@ -420,7 +422,7 @@ def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
     return (
         bool(tensors)
         and len(tensors) == len(block_group.slots)
-        and can_pack(tensors[0])
+        and can_run(tensors[0])
         and _has_small_blocks(block_group)
         and all(tensor.dtype in (*FLOATS, torch.int8) for tensor in tensors)
         and all(

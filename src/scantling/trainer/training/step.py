@@ -295,22 +295,22 @@ class Stepper:
         """
         if not self.exchange.needs_warm_up_pass:
             return
-        with self.exchange.accumulate(last=True), autocast(self.compute, self.context.device):
-            loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
-            loss.backward()  # type: ignore[no-untyped-call]
+        self._pass(batch, last=True)
         self.exchange.exchange()
         self.optimizer.zero_grad(set_to_none=True)
 
     def run_without_exchange(self, batches: Sequence[Batch]) -> None:
         """Run forward and backward passes, wait for them, and discard the gradients."""
-        total = torch.zeros((), device=self.context.device)
-        for batch in batches:
-            with self.exchange.accumulate(last=False), autocast(self.compute, self.context.device):
-                loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        losses = [self._pass(batch, last=False) for batch in batches]
         self.optimizer.zero_grad(set_to_none=True)
-        float(total)  # waits for the device
+        float(losses[-1])  # waits for the device
+
+    def _pass(self, batch: Batch, *, last: bool) -> Tensor:
+        """Run a forward and a backward pass, the `last` of a step or another one; return the loss."""
+        with self.exchange.accumulate(last=last), autocast(self.compute, self.context.device):
+            loss = self.task.loss(self.forward_model, batch.to(self.context.device)).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _raise_nonfinite(self, step: int, own_loss: Tensor) -> None:
         """Raise a NonFiniteError with the first NaN or Inf and its rank; the parameters are unchanged."""
