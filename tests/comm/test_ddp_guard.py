@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scantling as sc
 from scantling.comm import diloco, refuse_reduction
+from scantling.comm.ddp_guard import find_wrappers
 from scantling.errors import UserError
 from tests.processes import run
 
@@ -151,6 +153,34 @@ def wrappers_are_refused_in_later_steps() -> None:
 @pytest.mark.dist
 def test_averaging_wrapper_is_refused_in_later_steps() -> None:
     run(2, wrappers_are_refused_in_later_steps)
+
+
+def test_search_for_wrappers_leaves_other_threads_alone() -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    built: list[tuple[int, ...]] = []
+
+    class DeepSpeedEngine(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            may_end.set()
+            thread.join()
+            return super().parameters(recurse)
+
+    def numbers() -> Iterator[int]:
+        has_begun.set()
+        may_end.wait()
+        yield from range(100)
+
+    def build() -> None:
+        built.append(tuple(numbers()))
+
+    engine = DeepSpeedEngine()
+    engine.weight = nn.Parameter(torch.ones(2))
+    thread = threading.Thread(target=build)
+    thread.start()
+    has_begun.wait()
+    # The other thread has a tuple of unknown length, which it cannot enlarge while anything else refers to it.
+    assert find_wrappers([engine.weight], ()) == [engine]
+    assert built == [tuple(range(100))]
 
 
 class Records(logging.Handler):

@@ -74,16 +74,11 @@ def find_wrappers(params: Iterable[Tensor], ranks: Iterable[int]) -> list[nn.Mod
         UserError: FSDP1 holds the parameters, so that each rank has a shard instead of a full replica.
     """
     ids, between = {id(param) for param in params}, set(ranks)
-    is_wrapper: dict[type, bool] = {}
     found: list[nn.Module] = []
-    # No registry lists the wrappers: search all objects of the garbage collector.
-    for each in gc.get_objects():
-        cls = type(each)
-        if cls not in is_wrapper:  # the type, since `isinstance` would run code of lazy proxies
-            is_wrapper[cls] = issubclass(cls, nn.Module) and bool(_WRAPPERS & _class_names(cls))
-        if is_wrapper[cls] and any(id(param) in ids for param in each.parameters()) and _spans(each, between):
+    for each in _living_wrappers():
+        if any(id(param) in ids for param in each.parameters()) and _spans(each, between):
             found.append(each)
-            if _FSDP1 in _class_names(cls):
+            if _FSDP1 in _class_names(type(each)):
                 raise UserError(
                     "the model is in FullyShardedDataParallel, which averages gradients and leaves each process a "
                     "shard. Use FSDP2: fully_shard(model, mesh=mesh['shard']), and process_group=mesh['replicate'] for "
@@ -103,6 +98,20 @@ def find_averaging(wrapper: nn.Module) -> Averaging:
         return Averaging.NO
     # A custom hook may average or not.
     return Averaging.PERHAPS if hooks else Averaging.YES
+
+
+def _living_wrappers() -> list[nn.Module]:
+    # No registry lists the wrappers, but the garbage collector finds the instances of a class. `gc.get_objects` would
+    # also return tuples that other threads are still building, and any reference to such a tuple makes them fail.
+    classes: set[type] = set()
+    unseen: list[type] = [nn.Module]
+    while unseen:
+        cls = unseen.pop()
+        unseen += cls.__subclasses__()
+        if _WRAPPERS & _class_names(cls):
+            classes.add(cls)
+    # The type, since `isinstance` would run code of lazy proxies.
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
 def _class_names(cls: type) -> set[str]:
