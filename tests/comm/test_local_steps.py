@@ -28,10 +28,10 @@ def make_optimizer(net: nn.Module, kind: str, replicas: ThreadGroup, **options: 
 
 
 def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> list[float]:
-    losses = []
+    losses, dtype = [], next(net.parameters()).dtype
     for step in steps:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * rank + step))
-        loss = (net(x) - TARGET(x)).square().mean()
+        loss = (net(x.to(dtype)) - TARGET(x)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -215,3 +215,47 @@ def test_local_steps_refuse_bad_input() -> None:
     for state in ({}, inner.state_dict()):
         with pytest.raises(UserError, match="of local steps"):
             made.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
+def test_small_outer_steps_move_weights_in_bf16(kind: str) -> None:
+    """Each outer step is far below the spacing of bf16 weights; common weights in fp32 add them up."""
+
+    def work(replicas: ThreadGroup) -> list[Tensor]:
+        net = copy.deepcopy(START).bfloat16()
+        inner = torch.optim.SGD(net.parameters(), lr=1.0)
+        options: dict[str, Any] = {"sync_every": 1, "outer_lr": 2.0**-13, "dense": "fp32"}
+        if kind == "diloco":
+            made = diloco(inner, sc.param_groups(net), outer_momentum=0.0, **options)
+        else:
+            made = sparseloco(inner, sc.param_groups(net), topk=64, chunk=8, decay=0.0, values="fp32", **options)
+        made.exchange.replicas = replicas
+        for _ in range(64):
+            for param in net.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            made.step()
+        return [param.detach() for param in net.parameters()]
+
+    for param, one, other in zip(START.parameters(), *together(2, work), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one.float(), param.detach() - 64 * 2.0**-13 * 0.5, atol=1e-3, rtol=2.0**-8)
+
+
+def test_saved_state_of_bf16_weights_resumes_bitwise() -> None:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
+        net = copy.deepcopy(START).bfloat16()
+        made = make_optimizer(net, "sparseloco", replicas, sync_every=2)
+        train(net, made, replicas.rank, range(3))
+        other = copy.deepcopy(net)
+        resumed = make_optimizer(other, "sparseloco", replicas, sync_every=2)
+        resumed.load_state_dict(copy.deepcopy(made.state_dict()))
+        for each, optimizer in ((net, made), (other, resumed)):
+            train(each, optimizer, replicas.rank, range(3, 9))
+        assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(made.anchors, resumed.anchors, strict=True))
+        return [anchor.clone() for anchor in made.anchors]
+
+    for one, other in zip(*together(2, work), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+        assert not torch.equal(one, one.bfloat16().float())

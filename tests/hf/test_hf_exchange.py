@@ -20,10 +20,12 @@ from tests.processes import run
 SIGN = sc.hf.sign(lr=3e-3, weight_decay=0.1)
 
 
-def trainer(folder: Path, optimizer: Any = SIGN, **options: Any) -> tuple[Trainer, sc.hf.ExchangeCallback]:
+def trainer(
+    folder: Path, optimizer: Any = SIGN, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Trainer, sc.hf.ExchangeCallback]:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)).to(dtype)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=6,
@@ -76,9 +78,10 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     straight_and_resumed(tmp_path)
 
 
-def local_steps_straight_and_resumed(folder: Path) -> None:
+def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
     """Exchanges after steps 2, 3 (a checkpoint), 4, 6; each process has its own AdamW."""
     options = {"optimizer": (torch.optim.AdamW, {"lr": 3e-3}), "local_steps": 2, "values": "sign", "outer_lr": 1.3}
+    options["dtype"] = dtype
     straight, callback = trainer(folder / "straight", **options)
     straight.train()
     sent = [entry["wire_bytes"] for entry in straight.state.log_history if "loss" in entry]
@@ -96,6 +99,7 @@ def local_steps_straight_and_resumed(folder: Path) -> None:
     assert callback.outer is not None
     assert resumed.outer is not None
     assert callback.outer.steps == resumed.outer.steps == 6
+    assert all(torch.equal(*pair) for pair in zip(callback.outer.anchors, resumed.outer.anchors, strict=True))
     if dist.get_world_size() == 1:
         return
     own = torch.cat([state["exp_avg"].flatten() for state in states[0].values()])
@@ -107,9 +111,9 @@ def local_steps_straight_and_resumed(folder: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, 2])
-def test_local_steps_resume_bitwise(processes: int, tmp_path: Path) -> None:
-    run(processes, local_steps_straight_and_resumed, tmp_path)
+@pytest.mark.parametrize(("processes", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_local_steps_resume_bitwise(processes: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    run(processes, local_steps_straight_and_resumed, tmp_path, dtype)
 
 
 def stopped_between_exchanges(folder: Path) -> None:

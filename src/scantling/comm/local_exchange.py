@@ -19,8 +19,8 @@ from scantling.comm.transport.shards import to_local, total_norm
 
 logger = logging.getLogger(__name__)
 
-_OWN, _OUTER = "own/", "outer/"
-"""Prefixes of the names of this replica's weights and buffers between exchanges, and of the outer momentum."""
+_OWN, _OUTER, _ANCHOR = "own/", "outer/", "anchor/"
+"""Prefixes of names: this replica's weights and buffers between exchanges, the outer momentum, and common weights."""
 
 
 class LocalStepsExchange(GradientExchange):
@@ -70,9 +70,7 @@ class LocalStepsExchange(GradientExchange):
         exchange.announces = False  # the loop prints `describe`
         outer = OuterOptimizer(exchange, **self._outer_options)
         if self._outer is not None:  # parameters have new shapes
-            exchange.transfer_state(self._outer.exchange)
-            outer.steps = self._outer.steps
-            outer.outer.load_state_dict(self._outer.outer.state_dict())
+            outer.transfer_state(self._outer)
         self._outer, self._model = outer, model
         self._keep_buffers()
         return model
@@ -110,13 +108,7 @@ class LocalStepsExchange(GradientExchange):
         self.outer.adopt_parameters()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
-        outer = self.outer
-        outer.exchange.slice_state(param, dim, index)
-        number = next(number for number, each in enumerate(self._named_parameters().values()) if each is param)
-        outer.anchors[number] = outer.anchors[number].index_select(dim, index)
-        state = outer.outer.state.get(param, {})
-        if state.get("momentum_buffer") is not None:
-            state["momentum_buffer"] = state["momentum_buffer"].index_select(dim, index)
+        self.outer.slice_state(param, dim, index)
 
     def _keep_buffers(self) -> None:
         self._common_buffers = {name: value.clone() for name, value in averaged_buffers(self._model).items()}
@@ -160,26 +152,25 @@ class LocalStepsExchange(GradientExchange):
             for key, value in state.items()
             if key.startswith("residual")
         ]
-        kept += [*self.outer.anchors, *self._momenta().values()]
+        kept += [*self.outer.anchors, *self.outer.outer_momenta().values()]
         divergence = exchange.replica_divergence
         return {
-            "residual_bytes": sum(to_local(value).nbytes for value in kept),
+            "residual_bytes": sum(value.nbytes for value in kept),
             **({} if divergence is None else {"replica_divergence": divergence}),
         }
 
-    def _momenta(self) -> dict[str, Tensor]:
-        """Return the outer momentum by name; empty before the first exchange, and without momentum."""
-        state = self.outer.outer.state
-        found = {name: state[param].get("momentum_buffer") for name, param in self._named_parameters().items()}
-        return {name: value for name, value in found.items() if value is not None}
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals, the outer momentum and, between exchanges, the weights of this replica."""
+        """Return the residuals, the outer momentum and, between exchanges, the weights of this replica.
+
+        The common weights are with it if they have more bits than the parameters.
+        """
         own = {} if self.outer.is_synchronized else self._values()
+        names = [*self._named_parameters()]
         return {
             **self.outer.exchange.local_state_dict()["residuals"],
             **{_OWN + name: value.clone() for name, value in own.items()},
-            **{_OUTER + name: to_local(value) for name, value in self._momenta().items()},
+            **{_OUTER + names[idx]: value for idx, value in self.outer.outer_momenta().items()},
+            **{_ANCHOR + names[idx]: value for idx, value in self.outer.low_bits().items()},
             "step": self.outer.exchange.step,
             "steps": self.outer.steps,
         }
@@ -188,19 +179,19 @@ class LocalStepsExchange(GradientExchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, after the common weights; of other replicas, the mean of their states."""
         tensors = {name: value for name, value in state.items() if name not in ("step", "steps")}
-        exchange, named = self.outer.exchange, self._named_parameters()
-        residuals = {name: value for name, value in tensors.items() if not name.startswith((_OWN, _OUTER))}
+        exchange = self.outer.exchange
+        residuals = {name: value for name, value in tensors.items() if not name.startswith((_OWN, _OUTER, _ANCHOR))}
         exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
         exchange.load_shared_state_dict({"step": state["step"], "pending": {}})
         self.outer.steps = int(state["steps"])
         self._keep_buffers()
         own = {name.removeprefix(_OWN): value for name, value in tensors.items() if name.startswith(_OWN)}
         self.outer.is_synchronized = not own
-        self.outer.adopt_parameters()
-        for name, param in named.items():
+        names = [*self._named_parameters()]
+        anchors = {idx: tensors[_ANCHOR + name] for idx, name in enumerate(names) if _ANCHOR + name in tensors}
+        self.outer.load_low_bits(anchors)
+        for name, anchor in zip(names, self.outer.anchors, strict=True):
             if _OUTER + name in tensors:
-                momentum = torch.zeros_like(param)
-                to_local(momentum).copy_(tensors[_OUTER + name])
-                self.outer.outer.state[param]["momentum_buffer"] = momentum
+                self.outer.outer.state[anchor]["momentum_buffer"] = tensors[_OUTER + name].to(anchor)
         if own:
             self._fill(own)

@@ -10,6 +10,9 @@ Every replica steps its own optimizer H times. Then, with p0 the common paramete
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
 largest components of each block, without a transform and without outer momentum: the decaying residual takes its role.
 
+Weights in bf16 begin each round as p0 rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
+so that no outer step is too small for it.
+
 Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
 """
 
@@ -17,10 +20,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, is_integer, is_number
 from scantling.comm.demo import grad_scale, unscale_gradients
@@ -45,8 +49,9 @@ class OuterOptimizer:
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
 
     Attributes:
-        anchors: the common parameters after the last exchange, local shards in the order of the exchange.
-        outer: the SGD.
+        anchors: the common parameters after the last exchange, local shards in the order of the exchange, in fp32 or
+            the parameter's dtype if that is wider.
+        outer: the SGD, over the anchors.
         steps: local steps so far.
         is_synchronized: True if no local step has been taken since the last exchange.
         wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
@@ -76,9 +81,9 @@ class OuterOptimizer:
                 "started from. With a TorchFTGroup use sc.DeMo"
             )
         nesterov = outer_momentum > 0.0
-        self.outer = torch.optim.SGD(self._params, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         # p0: replicas start from the same parameters, which the exchange checks.
-        self.anchors = [to_local(param).clone() for param in self._params]
+        self.anchors = [_widened(to_local(param)) for param in self._params]
+        self.outer = torch.optim.SGD(self.anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
@@ -110,26 +115,84 @@ class OuterOptimizer:
         """Exchange pseudo-gradients, and take the outer step. Collectives and errors as of `advance`."""
         for param, anchor in zip(self._params, self.anchors, strict=True):
             part = to_local(param)
+            start = anchor.to(part.dtype)
             # d = p0 - p
-            moved = anchor - part
-            part.copy_(anchor)  # replicas compare these values, and the outer step starts from them
+            moved = start - part
+            part.copy_(start)  # replicas compare these values
             param.grad = None
             if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
                 param.grad = as_gradient(moved, param)
-        # D = mean of d over the replicas, in each `.grad`
-        self.exchange.exchange()
+        # D = mean of d over the replicas
+        mean = self.exchange.decode_momentum()
+        assert mean is not None  # there is a result in every exchange of a static group
         self.wire_bytes = self.exchange.wire_bytes
-        # p0 <- outer step with D; the parameters are p0 here.
+        for param, anchor, value in zip(self._params, self.anchors, mean, strict=True):
+            param.grad = None  # pseudo-gradients must not add to the next local gradients
+            anchor.grad = value.to(anchor.dtype) if param.requires_grad else None
+        # p0 <- outer step with D
         self.outer.step()
-        # Pseudo-gradients must not add to the next local gradients.
         self.outer.zero_grad()
-        self.adopt_parameters()
+        # p <- p0
+        for param, anchor in zip(self._params, self.anchors, strict=True):
+            to_local(param).copy_(anchor)
         self.is_synchronized = True
 
+    @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Take the parameters of this replica, which are equal on all of them, as the common ones."""
+        """Take the parameters of this replica, which are equal on all of them, as the common ones.
+
+        An anchor whose rounded value is that of its parameter keeps its further bits.
+        """
         for param, anchor in zip(self._params, self.anchors, strict=True):
-            anchor.copy_(to_local(param))
+            part = to_local(param)
+            has_moved = anchor.to(part.dtype) != part
+            anchor.copy_(part if anchor.dtype == part.dtype else torch.where(has_moved, part.to(anchor.dtype), anchor))
+
+    def low_bits(self) -> dict[int, Tensor]:
+        """Return the anchors of parameters in narrower dtypes by index: their bits are lost in the parameters."""
+        pairs = zip(self._params, self.anchors, strict=True)
+        return {idx: anchor for idx, (param, anchor) in enumerate(pairs) if anchor.dtype != param.dtype}
+
+    @torch.no_grad()
+    def load_low_bits(self, anchors: Mapping[int, Tensor]) -> None:
+        """Load what `low_bits` returned, after the parameters, which count where they differ by more than rounding."""
+        for idx, anchor in anchors.items():
+            self.anchors[idx].copy_(anchor)
+        self.adopt_parameters()
+
+    def transfer_state(self, other: OuterOptimizer) -> None:
+        """Continue from another one, over parameters some of which have been sliced or are gone.
+
+        Both must be synchronized.
+        """
+        self.exchange.transfer_state(other.exchange)
+        self.steps = other.steps
+        theirs = dict(zip(other._params, other.anchors, strict=True))
+        for param, anchor in zip(self._params, self.anchors, strict=True):
+            if (old := theirs.get(param)) is not None and old.shape == anchor.shape:
+                anchor.copy_(old)
+                if (state := other.outer.state.get(old)) is not None:
+                    self.outer.state[anchor] = state
+        self.adopt_parameters()
+
+    def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
+        """Keep some indices of one dim in the state of a parameter; see `MomentumExchange.slice_state`."""
+        self.exchange.slice_state(param, dim, index)
+        number = next(number for number, each in enumerate(self._params) if each is param)
+        old = self.anchors[number]
+        new = self.anchors[number] = self.outer.param_groups[0]["params"][number] = old.index_select(dim, index)
+        state = self.outer.state.pop(old, {})
+        if state.get("momentum_buffer") is not None:
+            self.outer.state[new]["momentum_buffer"] = state["momentum_buffer"].index_select(dim, index)
+
+    def outer_momenta(self) -> dict[int, Tensor]:
+        """Return the momentum of the outer SGD by index; empty before the first exchange, and without momentum."""
+        found = {idx: self.outer.state[anchor].get("momentum_buffer") for idx, anchor in enumerate(self.anchors)}
+        return {idx: value for idx, value in found.items() if value is not None}
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
 class LocalSteps(OuterOptimizer):

@@ -86,6 +86,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         state = self.exchange.state_dict()
         if self.outer is not None:
             state["steps"], state["optimizer"] = self.outer.steps, self._trainer.optimizer.state_dict()
+            state["anchors"] = self.outer.low_bits()
         return state
 
     def _read_state(self, folder: Path) -> dict[str, Any]:
@@ -128,8 +129,9 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         assert self.exchange is not None
         self.exchange.load_state_dict(state)
         if self.outer is not None:
-            check_state_keys(state, "the callback with local_steps", ("steps", "optimizer"))
+            check_state_keys(state, "the callback with local_steps", ("steps", "optimizer", "anchors"))
             self.outer.steps = state["steps"]
+            self.outer.load_low_bits(state["anchors"])
             self._trainer.optimizer.load_state_dict(state["optimizer"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

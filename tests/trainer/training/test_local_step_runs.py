@@ -30,6 +30,7 @@ LOCAL = {
     "outer_lr": 1.3,
 }
 CAME = {"name": "came", "lr": 3e-3, "betas": [0.9, 0.95, 0.995], "debias": True, "momentum": "int8"}
+BF16 = {"parameters": "bf16", "rounding": "stochastic"}
 TARGET = {"rank": 4, "size_target": 0.6, "truncate_every": 2, "adapt": 5}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (2, {"optim": {"name": "adamw"}}),
@@ -40,6 +41,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded size target": (4, {"tensor": {**TARGET, "rank": {"*mlp*": 4}}, "parallel": {"shard": 2}}),
     "sharded": (4, {"parallel": {"shard": 2}}),
     "sharded came": (4, {"parallel": {"shard": 2}, "optim": CAME}),
+    "bf16 weights": (2, {"optim": CAME, "precision": BF16}),
+    "diloco, bf16 weights": (2, {"comm": {"name": "diloco", "sync_every": 3}, "optim": CAME, "precision": BF16}),
+    "sharded bf16 weights": (4, {"parallel": {"shard": 2}, "optim": CAME, "precision": BF16}),
 }
 
 
@@ -117,8 +121,9 @@ def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> N
     assert [record["tokens"] for record in records(run_dir)] == [record["tokens"] for record in records(alone)]
 
 
-def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None})
+@pytest.mark.parametrize("sections", [{}, {"optim": CAME, "precision": BF16}], ids=["fp32", "bf16"])
+def test_planned_bytes_are_those_sent(tmp_path: Path, sections: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, comm={**LOCAL, "sync_every": 2, "check_every": None}, **sections)
     straight = train_run(recipe, tmp_path, "run", 2)
     sent = [record["wire_bytes"] for record in records(straight)]
     planned = json.loads((straight / "plan.json").read_text())
@@ -126,9 +131,10 @@ def test_planned_bytes_are_those_sent(tmp_path: Path) -> None:
     assert records(straight)[-1]["residual_bytes"] == planned["residual_bytes"]
 
 
-def test_resume_on_another_number_of_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sections", [{}, {"optim": CAME, "precision": BF16}], ids=["fp32", "bf16"])
+def test_resume_on_another_number_of_replicas(tmp_path: Path, sections: dict[str, Any]) -> None:
     """The weights between exchanges are averaged, and replica 2 has the optimizer state of replica 0."""
-    straight = train_run(recipe_of(tmp_path, train={"batch_size": 6}), tmp_path, "straight", 2)
+    straight = train_run(recipe_of(tmp_path, train={"batch_size": 6}, **sections), tmp_path, "straight", 2)
     wide = resume(straight, "wide", 4, 3)
     one, other = records(straight), records(wide)
     assert [record["step"] for record in other] == list(range(1, 9))
@@ -151,7 +157,10 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "local_steps", "delay": 1}}, "comm.delay: has no effect here"),
         ({"comm": {"name": "demo", "outer_lr": 0.5}}, "comm.outer_lr: has an effect with comm.name: local_steps or"),
         ({"comm": {"outer_momentum": 0.5}}, "comm.outer_momentum: has an effect with comm.name: local_steps or"),
-        ({"comm": LOCAL, "optim": CAME, "precision": {"parameters": "bf16"}}, "would round the outer step"),
+        (
+            {"comm": LOCAL, "optim": CAME, "precision": {**BF16, "rounding": "compensated"}},
+            "precision.rounding: keeps bits of weights that the exchange replaces",
+        ),
         ({"comm": {**LOCAL, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by comm.budget"),
         ({"comm": {"name": "demo", "topk": 4, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
         ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),

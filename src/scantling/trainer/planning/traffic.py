@@ -56,7 +56,8 @@ def plan_traffic(
     sent += round(_bytes_per_step(comm, exchange, replicas))
     # local steps keep the common weights, and the outer momentum
     copies = 0 if comm.keeps_replicas_equal else 2 if comm.outer_momentum else 1
-    return sent, exchange.planned_state_bytes() + copies * sum(param.nbytes for param in local.values())
+    anchors = sum(param.numel() * max(4, param.element_size()) for param in local.values())
+    return sent, exchange.planned_state_bytes() + copies * anchors
 
 
 def _meta_exchange(comm: CommSection, model: Any, local: Mapping[str, Any]) -> MomentumExchange:

@@ -430,9 +430,9 @@ def _check_local_steps(content: Content) -> Iterator[Fault]:
     for key in unused:
         if _changed(comm, CommSection, key):
             yield Fault(f"comm.{key}", "has no effect here; leave it out", f"comm.name: {name}")
-    if precision.get("parameters") == "bf16":
-        problem = "would round the outer step to the nearest bf16, which loses small changes; set fp32"
-        yield Fault("precision.parameters", problem, f"comm.name: {name}")
+    if precision.get("rounding") == "compensated":
+        problem = "keeps bits of weights that the exchange replaces; set stochastic"
+        yield Fault("precision.rounding", problem, f"comm.name: {name}")
 
 
 def _check_parallel(content: Content) -> Iterator[Fault]:
