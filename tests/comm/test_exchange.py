@@ -196,15 +196,19 @@ def unset_precision() -> Iterator[None]:
 @pytest.mark.parametrize("module", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
 def test_comparison_reads_precision_of_products(module: Any, unset_precision: None) -> None:
     """The getter of the old API raises if the newer settings, which transformers uses, were set."""
-    plain = _describe_decoder(torch.device("cuda"))
+
+    def describe() -> str:
+        return _describe_decoder(torch.device("cuda"), has_products=True)
+
+    plain = describe()
     assert plain.endswith("fp32 products of precision ieee")
     module.fp32_precision = "tf32"
-    assert _describe_decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    assert describe().endswith("fp32 products of precision tf32")
     module.fp32_precision = "none"
     torch.set_float32_matmul_precision("high")
-    assert _describe_decoder(torch.device("cuda")).endswith("fp32 products of precision tf32")
+    assert describe().endswith("fp32 products of precision tf32")
     torch.set_float32_matmul_precision("highest")
-    assert _describe_decoder(torch.device("cuda")) == plain
+    assert describe() == plain
 
 
 def test_exchange_refuses_damaged_messages() -> None:

@@ -4,7 +4,8 @@ Replicas with different weights, or with different blocks, would train without a
 compare a hash of the options and of every parameter; an error names the tensor and the rank. They also compare
 everything that affects the last bits of matrix products, since all must decode the same bytes to the same values: the
 PyTorch version, on a CPU the number of threads, on a GPU the kernels and the precision of fp32 products. Different GPU
-models cause a warning.
+models cause a warning. Local steps without a transform have no products after the exchange, so that replicas may have
+different processors and numbers of threads.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ _ADVICE = (
 
 
 def check_replicas(
-    replicas: ReplicaGroup, descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], params: Sequence[Tensor]
+    replicas: ReplicaGroup,
+    descriptions: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    params: Sequence[Tensor],
+    *,
+    has_products: bool,
 ) -> int:
     """Raise if replicas differ. Collectives: two all-gathers, and another if the options differ.
 
@@ -48,6 +54,8 @@ def check_replicas(
         descriptions: properties of each parameter and of its encoding, by name.
         names: of the parameters.
         params: the parameters.
+        has_products: True if what replicas compute from the same bytes may have matrix products or sums over elements,
+            whose last bits depend on the processor.
 
     Returns:
         A 32-bit hash of the descriptions.
@@ -57,12 +65,12 @@ def check_replicas(
     """
     device = params[0].device
     # Hashes first: strings are gathered only to name a difference.
-    texts = [_describe_decoder(device), *map(_describe, names, descriptions)]
+    texts = [_describe_decoder(device, has_products=has_products), *map(_describe, names, descriptions)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
     # A separate hash: different GPU models are a warning, not an error.
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" and has_products else ""
     hashes = torch.stack(replicas.all_gather(torch.tensor([own, zlib.crc32(gpu.encode())], device=device))).tolist()
     if len({gpu_hash for _, gpu_hash in hashes}) > 1:
         gpus = [each for (each,) in replicas.all_gather_strings([gpu], device)]
@@ -95,16 +103,18 @@ def check_replicas(
     return own
 
 
-def _describe_decoder(device: torch.device) -> str:
+def _describe_decoder(device: torch.device, *, has_products: bool) -> str:
     """Return everything that affects the last bits of decoded momentum."""
     version = f"PyTorch {torch.__version__}"
     if device.type == "cpu":
-        return f"{version}, {torch.get_num_threads()} threads"
+        return f"{version}, {torch.get_num_threads()} threads" if has_products else version
     kernels = "no kernels"
     if has_kernels(device):
         import triton
 
         kernels = f"kernels of Triton {triton.__version__}"
+    if not has_products:
+        return f"{version}, {kernels}"
     precision = torch.backends.cuda.matmul.fp32_precision  # older calls set it too
     return f"{version}, {kernels}, fp32 products of precision {'ieee' if precision == 'none' else precision}"
 

@@ -117,6 +117,8 @@ class MomentumExchange:
         local_nonfinite: True if this process's gradients in the last step were NaN or Inf, and were left out.
         announces: True if rank 0 reports the layout at the first exchange.
         compared_keys, compared_values: further keys of the groups, and values, that replicas must share.
+        is_elementwise: True if what steps by the result computes each element from its own momentum alone. Without a
+            transform, replicas may then have different processors and numbers of threads.
         replica_divergence: relative distance between the replicas' residuals at the last comparison, from 0 to 1.
 
     Raises:
@@ -139,6 +141,7 @@ class MomentumExchange:
         self.announces = True
         self.compared_keys: tuple[str, ...] = ()
         self.compared_values: dict[str, Any] = {}
+        self.is_elementwise = False
         self.replica_divergence: float | None = None
         self.momentum_watch: MomentumWatch | None = None
         self.step = 0
@@ -637,6 +640,7 @@ class MomentumExchange:
             step=self.step,
             compared_keys=self.compared_keys,
             compared_values=self.compared_values,
+            is_elementwise=self.is_elementwise,
         )
         if self.announces and self._layout is None and self.replicas.rank == 0:
             log_layout(f"{self}\nexchange by {layout.strategy} among {self.replicas.world_size} processes")

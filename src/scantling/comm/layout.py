@@ -120,6 +120,7 @@ def update_layout(
     step: int,
     compared_keys: Sequence[str],
     compared_values: Mapping[str, Any],
+    is_elementwise: bool = False,
 ) -> Layout:
     """Return `last` if it is up to date, else a new layout, which is compared with those of the other replicas.
 
@@ -131,6 +132,7 @@ def update_layout(
         step: steps so far; compared too.
         compared_keys: further keys of groups that replicas must share.
         compared_values: further values that replicas must share.
+        is_elementwise: True if replicas step each element by its own momentum alone.
 
     Collectives: those of `check_replicas` for a new layout.
     """
@@ -164,7 +166,9 @@ def update_layout(
         for param, group in zip(params, group_by_param(groups), strict=True)
     ]
     buckets = make_buckets(groups, config)
-    configuration = check_replicas(replicas, descriptions, parameter_names(groups), params)
+    has_products = not is_elementwise or any(each.spec.transformed for each in all_block_groups(buckets))
+    names = parameter_names(groups)
+    configuration = check_replicas(replicas, descriptions, names, params, has_products=has_products)
     return Layout(key, buckets, configuration, choose_strategy(groups, config, replicas.world_size))
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scantling.comm.consistency import find_mismatch
 from scantling.comm.ddp import average_buffers, averaged_buffers
 from scantling.comm.demo_exchange import exchange_groups
+from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
 from scantling.comm.local_steps import OuterOptimizer, outer_exchange
 from scantling.comm.param_groups import parameter_names
@@ -68,6 +70,8 @@ class LocalStepsExchange(GradientExchange):
         groups = exchange_groups(model, self.options)
         exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
         exchange.announces = False  # the loop prints `describe`
+        if self._outer is None:
+            _start_alike(exchange)
         outer = OuterOptimizer(exchange, **self._outer_options)
         if self._outer is not None:  # parameters have new shapes
             outer.transfer_state(self._outer)
@@ -152,7 +156,7 @@ class LocalStepsExchange(GradientExchange):
             for key, value in state.items()
             if key.startswith("residual")
         ]
-        kept += [*self.outer.anchors, *self.outer.outer_momenta().values()]
+        kept += [*self.outer.anchors, *self.outer.momenta.values()]
         divergence = exchange.replica_divergence
         return {
             "residual_bytes": sum(value.nbytes for value in kept),
@@ -169,7 +173,7 @@ class LocalStepsExchange(GradientExchange):
         return {
             **self.outer.exchange.local_state_dict()["residuals"],
             **{_OWN + name: value.clone() for name, value in own.items()},
-            **{_OUTER + names[idx]: value for idx, value in self.outer.outer_momenta().items()},
+            **{_OUTER + names[idx]: value for idx, value in self.outer.momenta.items()},
             **{_ANCHOR + names[idx]: value for idx, value in self.outer.low_bits().items()},
             "step": self.outer.exchange.step,
             "steps": self.outer.steps,
@@ -190,8 +194,22 @@ class LocalStepsExchange(GradientExchange):
         names = [*self._named_parameters()]
         anchors = {idx: tensors[_ANCHOR + name] for idx, name in enumerate(names) if _ANCHOR + name in tensors}
         self.outer.load_low_bits(anchors)
-        for name, anchor in zip(names, self.outer.anchors, strict=True):
-            if _OUTER + name in tensors:
-                self.outer.outer.state[anchor]["momentum_buffer"] = tensors[_OUTER + name].to(anchor)
+        self.outer.momenta = {
+            idx: tensors[_OUTER + name].to(self.outer.anchors[idx])
+            for idx, name in enumerate(names)
+            if _OUTER + name in tensors
+        }
         if own:
             self._fill(own)
+
+
+@torch.no_grad()
+def _start_alike(exchange: MomentumExchange) -> None:
+    """Give all replicas the weights of the first one if they differ: processors may draw other values by one seed."""
+    replicas, params = exchange.replicas, exchange.residuals.params
+    if replicas.world_size == 1 or find_mismatch(replicas, params) is None:
+        return
+    if replicas.rank == 0:
+        logger.warning("the first weights differ between replicas; all of them start from those of rank 0")
+    for param in params:
+        replicas.broadcast(to_local(param), 0)

@@ -13,6 +13,9 @@ largest components of each block, without a transform and without outer momentum
 Weights in bf16 begin each round as p0 rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
 so that no outer step is too small for it.
 
+Replicas may have different processors and numbers of threads, unless a transform is exchanged: the mean and the outer
+step are single multiplications and additions of each element, which all processors round alike.
+
 Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
 """
 
@@ -51,7 +54,7 @@ class OuterOptimizer:
     Attributes:
         anchors: the common parameters after the last exchange, local shards in the order of the exchange, in fp32 or
             the parameter's dtype if that is wider.
-        outer: the SGD, over the anchors.
+        momenta: of the outer SGD, by index; empty before the first exchange, and without momentum.
         steps: local steps so far.
         is_synchronized: True if no local step has been taken since the last exchange.
         wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
@@ -80,13 +83,14 @@ class OuterOptimizer:
                 "local steps need a fixed set of replicas: a joining replica would lack the parameters that the others "
                 "started from. With a TorchFTGroup use sc.DeMo"
             )
-        nesterov = outer_momentum > 0.0
         # p0: replicas start from the same parameters, which the exchange checks.
         self.anchors = [_widened(to_local(param)) for param in self._params]
-        self.outer = torch.optim.SGD(self.anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
+        exchange.is_elementwise = True
         exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
 
     def advance(self, *, at_once: bool = False) -> bool:
@@ -126,16 +130,25 @@ class OuterOptimizer:
         mean = self.exchange.decode_momentum()
         assert mean is not None  # there is a result in every exchange of a static group
         self.wire_bytes = self.exchange.wire_bytes
-        for param, anchor, value in zip(self._params, self.anchors, mean, strict=True):
+        for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
             param.grad = None  # pseudo-gradients must not add to the next local gradients
-            anchor.grad = value.to(anchor.dtype) if param.requires_grad else None
-        # p0 <- outer step with D
-        self.outer.step()
-        self.outer.zero_grad()
-        # p <- p0
-        for param, anchor in zip(self._params, self.anchors, strict=True):
+            if param.requires_grad:
+                anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype))
             to_local(param).copy_(anchor)
         self.is_synchronized = True
+
+    def _outer_step(self, idx: int, mean: Tensor) -> Tensor:
+        """Return the step of SGD with Nesterov momentum; overwrites the mean pseudo-gradient D.
+
+        Multiplications and additions are separate operations: `torch.optim.SGD` fuses them where the processor can,
+        which rounds once instead of twice, so that replicas on other processors would part.
+        """
+        if self.outer_momentum:
+            # m <- mu m + D;  D <- D + mu m
+            momentum = self.momenta.get(idx)
+            self.momenta[idx] = mean.clone() if momentum is None else momentum.mul_(self.outer_momentum).add_(mean)
+            mean += self.momenta[idx] * self.outer_momentum
+        return mean.mul_(self.outer_lr)
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -167,28 +180,22 @@ class OuterOptimizer:
         """
         self.exchange.transfer_state(other.exchange)
         self.steps = other.steps
-        theirs = dict(zip(other._params, other.anchors, strict=True))
-        for param, anchor in zip(self._params, self.anchors, strict=True):
-            if (old := theirs.get(param)) is not None and old.shape == anchor.shape:
-                anchor.copy_(old)
-                if (state := other.outer.state.get(old)) is not None:
-                    self.outer.state[anchor] = state
+        theirs = {param: number for number, param in enumerate(other._params)}
+        for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
+            number = theirs.get(param)
+            if number is not None and other.anchors[number].shape == anchor.shape:
+                anchor.copy_(other.anchors[number])
+                if number in other.momenta:
+                    self.momenta[idx] = other.momenta[number]
         self.adopt_parameters()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         """Keep some indices of one dim in the state of a parameter; see `MomentumExchange.slice_state`."""
         self.exchange.slice_state(param, dim, index)
         number = next(number for number, each in enumerate(self._params) if each is param)
-        old = self.anchors[number]
-        new = self.anchors[number] = self.outer.param_groups[0]["params"][number] = old.index_select(dim, index)
-        state = self.outer.state.pop(old, {})
-        if state.get("momentum_buffer") is not None:
-            self.outer.state[new]["momentum_buffer"] = state["momentum_buffer"].index_select(dim, index)
-
-    def outer_momenta(self) -> dict[int, Tensor]:
-        """Return the momentum of the outer SGD by index; empty before the first exchange, and without momentum."""
-        found = {idx: self.outer.state[anchor].get("momentum_buffer") for idx, anchor in enumerate(self.anchors)}
-        return {idx: value for idx, value in found.items() if value is not None}
+        self.anchors[number] = self.anchors[number].index_select(dim, index)
+        if number in self.momenta:
+            self.momenta[number] = self.momenta[number].index_select(dim, index)
 
 
 def _widened(value: Tensor) -> Tensor:
@@ -260,7 +267,7 @@ class LocalSteps(OuterOptimizer):
         """Return the state of this replica."""
         return {
             "inner": self.inner.state_dict(),
-            "outer": self.outer.state_dict(),
+            "momenta": {idx: momentum.clone() for idx, momentum in self.momenta.items()},
             "exchange": self.exchange.state_dict(),
             "anchors": [anchor.clone() for anchor in self.anchors],
             "steps": self.steps,
@@ -273,9 +280,9 @@ class LocalSteps(OuterOptimizer):
         Raises:
             UserError: another kind of state.
         """
-        check_state_keys(state_dict, "state_dict of local steps", ("inner", "outer", "exchange", "anchors", "steps"))
+        check_state_keys(state_dict, "state_dict of local steps", ("inner", "momenta", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
-        self.outer.load_state_dict(state_dict["outer"])
+        self.momenta = {idx: momentum.to(self.anchors[idx]) for idx, momentum in state_dict["momenta"].items()}
         self.exchange.load_state_dict(state_dict["exchange"])
         for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True):
             anchor.copy_(saved)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import scantling as sc
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.trained_run import evaluate_run
-from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
+from tests.processes import torchrun_names
+from tests.runs import WIDE, command, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
 from tests.trainer.training import poisoned
 
 pytestmark = pytest.mark.dist
@@ -110,6 +114,31 @@ def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> No
     assert len({*sizes[:2]}) == len({*sizes[3:5]}) == len({*sizes[5:]}) == 1
     assert sizes[0] > sizes[3] > sizes[5]
     assert sizes[-1] <= 0.6 * sizes[0] * 1.02
+
+
+@pytest.mark.parametrize("name", ["local_steps", "diloco"])
+def test_replicas_on_different_processors_stay_equal(name: str, tmp_path: Path) -> None:
+    """Rank 1 has other instructions, products and threads; weights are compared before every exchange."""
+    comm = {**LOCAL, "sync_every": 2} if name == "local_steps" else {"name": name, "sync_every": 2}
+    path = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path, comm={**comm, "check_every": 1}))
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            command(["train", path, "--run-dir", tmp_path / "run"]),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(other if rank else {}), **torchrun_names(rank, 2, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [each.communicate(timeout=240)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], outputs
+    # vector instructions draw other values than scalar ones
+    assert "the first weights differ between replicas" in outputs[0]
+    assert [bool(record["wire_bytes"]) for record in records(tmp_path / "run")] == 4 * [False, True]
 
 
 def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> None:
