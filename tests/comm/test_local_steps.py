@@ -22,9 +22,7 @@ TARGET = nn.Linear(64, 64).requires_grad_(False)
 def make_optimizer(net: nn.Module, kind: str, replicas: ThreadGroup, **options: Any) -> LocalSteps:
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     make = diloco if kind == "diloco" else sparseloco
-    made = make(inner, sc.param_groups(net), **options)
-    made.exchange.replicas = replicas
-    return made
+    return make(inner, sc.param_groups(net), process_group=replicas, **options)
 
 
 def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> list[float]:
@@ -39,12 +37,15 @@ def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> lis
     return losses
 
 
-def test_local_steps_with_outer_lr_one_average_replicas() -> None:
+@pytest.mark.parametrize("shares", [None, [3, 1]])
+def test_local_steps_with_outer_lr_one_average_replicas(shares: list[int] | None) -> None:
+    options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "batch_shares": shares}
+
     def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START)
         train(
             net,
-            make_optimizer(net, "diloco", replicas, sync_every=3, outer_lr=1.0, outer_momentum=0.0),
+            make_optimizer(net, "diloco", replicas, sync_every=3, **options),
             replicas.rank,
             range(3),
         )
@@ -62,7 +63,8 @@ def test_local_steps_with_outer_lr_one_average_replicas() -> None:
             inner.step()
         alone.append([param.detach() for param in net.parameters()])
     for place, (one, other) in enumerate(zip(*alone, strict=True)):
-        torch.testing.assert_close(found[0][place], (one + other) / 2, rtol=1e-5, atol=1e-6)
+        share = 0.5 if shares is None else 0.75
+        torch.testing.assert_close(found[0][place], share * one + (1 - share) * other, rtol=1e-5, atol=1e-6)
         assert torch.equal(found[0][place], found[1][place])
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class OuterOptimizer:
         exchange: over the parameters of the replica, with `sync_every=1`.
         sync_every: local steps H between exchanges.
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
+        batch_shares: relative numbers of tokens that the replicas train on, by which their pseudo-gradients are
+            weighted; equal by default.
 
     Attributes:
         anchors: the common parameters after the last exchange, local shards in the order of the exchange, in fp32 or
@@ -64,7 +66,13 @@ class OuterOptimizer:
     """
 
     def __init__(
-        self, exchange: MomentumExchange, *, sync_every: int, outer_lr: float, outer_momentum: float = 0.0
+        self,
+        exchange: MomentumExchange,
+        *,
+        sync_every: int,
+        outer_lr: float,
+        outer_momentum: float = 0.0,
+        batch_shares: Sequence[float] | None = None,
     ) -> None:
         if not is_integer(sync_every, least=1):
             raise UserError(f"sync_every must be an integer of at least 1; given {sync_every!r}")
@@ -72,6 +80,11 @@ class OuterOptimizer:
             raise UserError(f"outer_lr must be above 0 and finite; given {outer_lr!r}")
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
             raise UserError(f"outer_momentum must be from 0 to below 1; given {outer_momentum!r}")
+        size = exchange.replicas.world_size
+        shares = [1.0] * size if batch_shares is None else [*batch_shares]
+        if len(shares) != size or not all(is_number(share) and 0.0 < share < math.inf for share in shares):
+            raise UserError(f"batch_shares must be {size} numbers above 0, one for each replica; given {shares!r}")
+        self._weight = size * shares[exchange.replicas.rank] / sum(shares)
         self.exchange, self.sync_every = exchange, sync_every
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
@@ -91,7 +104,12 @@ class OuterOptimizer:
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
         exchange.is_elementwise = True
-        exchange.compared_values = {"local steps": sync_every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        exchange.compared_values = {
+            "local steps": sync_every,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "batch_shares": shares,
+        }
 
     def advance(self, *, at_once: bool = False) -> bool:
         """Count a local step, and synchronize the replicas after every H-th.
@@ -120,8 +138,10 @@ class OuterOptimizer:
         for param, anchor in zip(self._params, self.anchors, strict=True):
             part = to_local(param)
             start = anchor.to(part.dtype)
-            # d = p0 - p
+            # d = p0 - p, times N by the share of the replica
             moved = start - part
+            if self._weight != 1.0:
+                moved *= self._weight
             part.copy_(start)  # replicas compare these values
             param.grad = None
             if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
@@ -296,6 +316,7 @@ def diloco(
     sync_every: int = 100,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
+    batch_shares: Sequence[float] | None = None,
     **options: Any,
 ) -> LocalSteps:
     """Return DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
@@ -305,6 +326,7 @@ def diloco(
         groups: the same parameters, or groups of them.
         sync_every: 500 in the paper.
         outer_lr, outer_momentum: of the outer optimizer; the defaults are the paper's.
+        batch_shares: of `OuterOptimizer`.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
     Returns:
@@ -319,7 +341,8 @@ def diloco(
             "sparseloco; set the format by dense="
         )
     exchange = outer_exchange("diloco", groups, **options)
-    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum)
+    outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "batch_shares": batch_shares}
+    return LocalSteps(inner, exchange, sync_every=sync_every, **outer)
 
 
 def sparseloco(
@@ -328,6 +351,7 @@ def sparseloco(
     *,
     sync_every: int = 30,
     outer_lr: float = 1.0,
+    batch_shares: Sequence[float] | None = None,
     **options: Any,
 ) -> LocalSteps:
     """Return SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 elements every `sync_every` steps.
@@ -337,6 +361,7 @@ def sparseloco(
         groups: the same parameters, or groups of them from `scantling.param_groups`.
         sync_every: 15 to 250 in the paper.
         outer_lr: of the outer step.
+        batch_shares: of `OuterOptimizer`.
         options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
 
     Returns:
@@ -346,7 +371,7 @@ def sparseloco(
         UserError: as `LocalSteps` and `MomentumExchange`.
     """
     exchange = outer_exchange("sparseloco", groups, **options)
-    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr)
+    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, batch_shares=batch_shares)
 
 
 def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> MomentumExchange:

@@ -72,6 +72,21 @@ def test_processes_and_workers_share_the_same_batches(world: int, workers: int, 
         assert sorted(index for batch in wanted for own, index in batch if own == epoch) == list(range(37))
 
 
+def test_weights_share_a_batch_unevenly() -> None:
+    wanted = expected()
+    parts = []
+    for rank in range(3):
+        sampler = Sampler(37, batch_size=8, seed=5)
+        source = BatchSource(
+            Squares(), collate, sampler, micro_batch_size=3, rank=rank, world_size=3, weights=[4, 1, 3]
+        )
+        parts.append([step(source) for _ in range(STEPS)])
+    assert [list(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)] == wanted
+    assert {tuple(map(len, shares)) for shares in zip(*parts, strict=True)} == {(4, 1, 3)}
+    with pytest.raises(ValueError, match="whole samples"):
+        BatchSource(Squares(), collate, Sampler(37, batch_size=8, seed=5), micro_batch_size=3, weights=[2, 1])
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, STEPS - 2), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_source_resumes_from_any_step(before: int, micro: int, world: int, bucket: bool) -> None:
@@ -105,7 +120,7 @@ def test_batches_made_ahead_are_not_in_the_state() -> None:
 def test_micro_batches_are_cut_from_the_share() -> None:
     with opened(world=2, rank=1, micro=3) as source:
         assert [batch.num_targets for batch in source.next_step()] == [3, 1]
-    with pytest.raises(ValueError, match="3 processes cannot share a batch of 8"), opened(world=3):
+    with pytest.raises(ValueError, match="whole samples"), opened(world=3):
         pass
 
 

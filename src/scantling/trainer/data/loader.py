@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,8 @@ class _Keys:
 class BatchSource:
     """Share of one process in each global batch, split into micro-batches.
 
-    Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B. Workers make batches ahead of time. Neither
-    the number of workers nor the number of processes changes which samples a step has.
+    Rank r of W takes samples [r*B/W, (r+1)*B/W) of a global batch of B, or a part by its weight. Workers make batches
+    ahead of time. Neither the number of workers nor the number of processes changes which samples a step has.
 
     Args:
         dataset: examples by index.
@@ -102,7 +102,8 @@ class BatchSource:
         sampler: the order; its state counts the samples that were returned.
         micro_batch_size: most samples in a micro-batch.
         rank: this process.
-        world_size: number of processes, which divides the batch size.
+        world_size: number of processes.
+        weights: relative shares of the processes; equal by default. Each share must be a whole number of samples.
         workers: processes that make batches; 0 makes them in this process.
         pin_memory: put batches into pinned memory.
     """
@@ -116,15 +117,18 @@ class BatchSource:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        weights: Sequence[int] | None = None,
         workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        if sampler.batch_size % world_size:
-            raise ValueError(f"{world_size} processes cannot share a batch of {sampler.batch_size} evenly")
-        share = sampler.batch_size // world_size
+        weights = [1] * world_size if weights is None else weights
+        size, total = sampler.batch_size, sum(weights)
+        if any(size * weight % total for weight in weights):
+            raise ValueError(f"processes with shares {weights} cannot divide a batch of {size} into whole samples")
+        first, end = (size * sum(weights[:number]) // total for number in (rank, rank + 1))
         # Micro-batches never cross the end of this rank's share; the last one may be smaller.
-        cuts = range(rank * share, (rank + 1) * share, micro_batch_size)
-        self._slices = [slice(begin, min(begin + micro_batch_size, (rank + 1) * share)) for begin in cuts]
+        cuts = range(first, end, micro_batch_size)
+        self._slices = [slice(begin, min(begin + micro_batch_size, end)) for begin in cuts]
         self._dataset, self._collate, self._sampler = dataset, collate, sampler
         self._workers, self._pin = workers, pin_memory
         self._batches: Iterator[Batch] | None = None

@@ -60,7 +60,7 @@ def plan_passes(
     recipe, task, world_size = run.recipe, run.task, run.world_size
     seq_len = recipe.data.seq_len
     micro = recipe.pass_size(world_size)
-    gradients_held = micro * world_size < recipe.batch_size or world_size > 1
+    gradients_held = micro < recipe.batch_share(world_size) or world_size > 1
     if held is None:
         held = sum(p.nbytes for p in model.parameters() if p.requires_grad) if gradients_held else 0
     # before the trace, which makes the model unusable; the result is used only if the trace fails
@@ -93,7 +93,7 @@ def plan_passes(
     forward, recomputed = (each * recipe.batch_size // micro for each in (trace.forward_flops, trace.recomputed_flops))
     # the trace leaves out gradients that exist before it; those of a sharded model, without other micro-batches, come
     # while activations go
-    is_first = bool(gathered) and micro * world_size == recipe.batch_size
+    is_first = bool(gathered) and micro == recipe.batch_share(world_size)
     working = max(trace.peak_bytes, trace.activation_bytes + held) if is_first else trace.peak_bytes + held
     return Passes(forward, recomputed, trace.activation_bytes, working + gathered)
 

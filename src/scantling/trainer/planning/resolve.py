@@ -109,12 +109,20 @@ def resolve_run(
 
 def check_world_size(recipe: Recipe, world_size: int) -> None:
     """Raise a UserError if a recipe cannot run on this number of processes."""
-    if recipe.batch_size % world_size:
+    shares = recipe.parallel.batch_shares
+    replicate, shard = recipe.parallel.mesh_shape(world_size)
+    if shares is not None and len(shares) != replicate:
         raise UserError(
-            f"the batch of {recipe.batch_size} sequences cannot be shared evenly by {world_size} processes; "
+            f"parallel.batch_shares: {shares} must have one number for each replica, of which there "
+            f"{'are' if replicate > 1 else 'is'} {replicate}"
+        )
+    weights = recipe.batch_weights(world_size)
+    if any(recipe.batch_size * weight % sum(weights) for weight in weights):
+        how = "evenly" if shares is None else f"as parallel.batch_shares: {shares} says"
+        raise UserError(
+            f"the batch of {recipe.batch_size} sequences cannot be shared {how} by {world_size} processes; "
             "change train.batch_size, train.batch_tokens or the number of processes"
         )
-    _, shard = recipe.parallel.mesh_shape(world_size)
     if recipe.optim.release_gradients and world_size > 1 and shard == 1:
         raise UserError(
             "optim.release_gradients steps each parameter before the processes could average its gradient; given "

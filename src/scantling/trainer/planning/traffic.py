@@ -45,7 +45,7 @@ def plan_traffic(
             shards=shards,
             replicas=replicas if sends_all else 1,
             whole_processes=world_size if sends_all else shards,
-            passes=recipe.batch_size // world_size // recipe.pass_size(world_size),
+            passes=recipe.batch_share(world_size) // recipe.pass_size(world_size),
         )
     elif sends_all:
         sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)

@@ -423,6 +423,9 @@ class ParallelSection(Section):
     """Processes that share one replica; `auto`: as many as `replicate` leaves."""
     replicate: int | None = Field(default=None, ge=1)
     """Replicas, which `comm` synchronizes. Default: as many as `shard` leaves; 1 with `shard: auto`."""
+    batch_shares: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
+    """Relative shares of the replicas in each batch, such as `[3, 1]` if the first one is three times as fast.
+    Default: equal shares. Every token counts alike, whichever replica trains on it."""
     tensor: int = Field(default=1, ge=1)
     """Processes that share each matrix product (tensor parallelism): 1, because that of transformers needs pretrained
     weights, works with neither TT layers nor low-bit momentum, and divides rows twice under `shard`."""
@@ -627,8 +630,21 @@ class Recipe(Section):
     def micro_batch_size(self, world_size: int = 1) -> int:
         """Return the most sequences per forward pass of one of `world_size` processes."""
         # at least one, although `check_world_size` refuses a batch that is smaller than the number of processes
-        share = max(1, self.batch_size // world_size)
+        share = max(1, self.batch_share(world_size))
         return min(self.train.micro_batch_size or share, share)
+
+    def batch_weights(self, world_size: int = 1) -> list[int]:
+        """Return the relative shares of all processes in a batch."""
+        shares = self.parallel.batch_shares
+        if shares is None or world_size == 1:
+            return [1] * world_size
+        _, shard = self.parallel.mesh_shape(world_size)
+        return [share for share in shares for _ in range(shard)]
+
+    def batch_share(self, world_size: int = 1) -> int:
+        """Return the most sequences of one of `world_size` processes in a step."""
+        weights = self.batch_weights(world_size)
+        return self.batch_size * max(weights) // sum(weights)
 
     def accumulates_in_blocks(self, world_size: int = 1) -> bool:
         """Return True if the micro-batches pass each block one after the other, instead of the whole model.
@@ -644,8 +660,8 @@ class Recipe(Section):
     def pass_size(self, world_size: int = 1) -> int:
         """Return the sequences that pass the model at a time on one of `world_size` processes."""
         in_parts = self.accumulates_in_blocks(world_size)
-        return self.batch_size // world_size if in_parts else self.micro_batch_size(world_size)
+        return self.batch_share(world_size) if in_parts else self.micro_batch_size(world_size)
 
     def accumulates(self, world_size: int = 1) -> bool:
         """Return True if a process accumulates its gradient over several micro-batches."""
-        return self.micro_batch_size(world_size) < self.batch_size // world_size
+        return self.micro_batch_size(world_size) < self.batch_share(world_size)

@@ -112,6 +112,7 @@ def build_loop(
         # DeMo clips each process's gradient itself, before it is accumulated
         clip=settings.clip if recipe.comm.name != "demo" else None,
         compute=compute,
+        batch_weights=recipe.batch_weights(context.world_size),
         release=GradientRelease(model, optimizer, tensor.see_gradient) if recipe.optim.release_gradients else None,
         graph=settings.graph,
     )
@@ -178,6 +179,7 @@ def _build_batches(run: ResolvedRun, context: DistContext) -> BatchSource:
         micro_batch_size=recipe.pass_size(context.world_size),
         rank=context.rank,
         world_size=context.world_size,
+        weights=recipe.batch_weights(context.world_size),
         workers=recipe.data.workers,
         pin_memory=context.device.type == "cuda",
     )
@@ -225,7 +227,8 @@ def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: Dist
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
-        run: the run. An exchange of momentum clips by `train.clip`, others leave it to the step.
+        run: the run. An exchange of momentum clips by `train.clip`, in proportion to the process's share of the batch;
+            others leave it to the step.
         groups: of a sharded model, see `shard_groups`.
         context: of this process.
     """
@@ -233,9 +236,14 @@ def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: Dist
     replicas = None if mesh is None else mesh[REPLICATE]
     between: GradientExchange | None = None
     if section.name == "demo":
-        between = DemoExchange(clip=recipe.train.clip, process_group=replicas, **section.demo_options)
+        weights = recipe.batch_weights(context.world_size)
+        # times the average share of a replica in the gradient
+        share = context.world_size * weights[context.rank] / sum(weights)
+        clip = None if recipe.train.clip is None else share * recipe.train.clip
+        between = DemoExchange(clip=clip, process_group=replicas, **section.demo_options)
     elif section.name != "allreduce":
         method, outer, options = section.local_options
+        outer = {**outer, "batch_shares": recipe.parallel.batch_shares}
         between = LocalStepsExchange(method, process_group=replicas, outer=outer, options=options)
     if mesh is not None:
         return ShardedExchange(

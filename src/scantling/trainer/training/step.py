@@ -61,6 +61,7 @@ class Stepper:
         clip: largest global gradient norm, or None.
         release: takes the step within the backward pass; with one process, and without clip or fp16.
         compute: "fp32", "bf16" or "fp16".
+        batch_weights: relative shares of all processes in a batch; equal by default.
         graph: capture the work of a step in CUDA graphs, see `StepGraphs`; with one process, a capturable optimizer,
             and without release or fp16.
     """
@@ -76,12 +77,16 @@ class Stepper:
         tensor: TensorTraining,
         clip: float | None = 1.0,
         compute: str = "fp32",
+        batch_weights: Sequence[int] | None = None,
         release: GradientRelease | None = None,
         graph: bool = False,
     ) -> None:
         self.model, self.task, self.optimizer, self.exchange, self.context = model, task, optimizer, exchange, context
         self.tensor = tensor
         self.clip, self.compute, self.release = clip, compute, release
+        weights = [1] * context.world_size if batch_weights is None else batch_weights
+        # times as many tokens in a step as this replica has
+        self._all_by_own = sum(weights) / (weights[context.rank] * context.num_shards)
         self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(context.device)
@@ -150,7 +155,7 @@ class Stepper:
         """Return the result of a local step, in which replicas sum nothing; they do after an exchange or ten steps.
 
         The sums cost a round trip, in which nothing else happens. In between, the loss is that of this replica, and the
-        other replicas are taken to have as many tokens.
+        tokens of all are estimated from its own.
 
         Args:
             step: number of the step.
@@ -158,12 +163,11 @@ class Stepper:
             loss: mean over the targets of this replica, also if its gradient was left out; the last finite one.
             norm: of the gradient of this replica.
         """
-        replicas = self.context.num_replicas
         flags = [float(self.exchange.local_nonfinite and rank == self.context.rank) for rank in self._ranks]
         self.unsummed.append([*own, *flags])
         if not self.exchange.is_synchronized and len(self.unsummed) < MOST_UNSUMMED:
-            return StepResult(loss, norm, int(own[2]) * replicas, False, False)
-        reported = replicas * sum(row[2] for row in self.unsummed[:-1])
+            return StepResult(loss, norm, round(own[2] * self._all_by_own), False, False)
+        reported = sum(round(row[2] * self._all_by_own) for row in self.unsummed[:-1])
         rows = torch.tensor(self.unsummed, dtype=torch.float64, device=self.context.device)
         self.unsummed = []
         # the processes of a replica have the same row
