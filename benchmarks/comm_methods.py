@@ -167,7 +167,7 @@ def local_steps(
     embeddings: str = "dense",
     **options: Any,
 ) -> Replica:
-    """Return a replica with DiLoCo or SparseLoCo around AdamW."""
+    """Return a replica with DiLoCo or SparseLoCo around AdamW, without a transform."""
     inner = adamw(model, lr, dense_lr)
     optimizer = make(inner, channels(model, embeddings), sync_every=every, **options)
     return Replica(
@@ -179,9 +179,9 @@ def local_steps(
     )
 
 
-def demo(model: nn.Module, lr: float, **options: Any) -> Replica:
+def demo(model: nn.Module, lr: float, embeddings: str = "dense", transform: str = "dct", **options: Any) -> Replica:
     """Return a replica with sc.DeMo."""
-    optimizer = sc.DeMo(sc.param_groups(model, weight_decay=0.1), lr, **options)
+    optimizer = sc.DeMo(channels(model, embeddings, transform, weight_decay=0.1), lr, **options)
     planned = optimizer.exchange.planned_wire_bytes_per_step
     sent = published_bytes(optimizer.exchange) if options.get("compat") == "paper" else None
     return Replica(
@@ -201,12 +201,25 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
     return (dist.get_world_size() - 1) * 12 * kept
 
 
-def channels(model: nn.Module, embeddings: str, **options: Any) -> list[dict[str, Any]]:
-    """Return parameter groups whose embeddings are sent in full (`dense`), or like matrices (`blocks`)."""
+def channels(
+    model: nn.Module, embeddings: str = "dense", transform: str = "dct", **options: Any
+) -> list[dict[str, Any]]:
+    """Return parameter groups for an exchange.
+
+    Args:
+        model: the model.
+        embeddings: `dense`: sent in full, as gradients; `blocks`: the largest elements of blocks of their momentum, or
+            of their cosine transform (`dct blocks`); `sparse gradients`: the largest elements of blocks of gradients.
+        transform: of the blocks of matrices, "dct" or "none".
+        options: of `param_groups`.
+    """
     groups = sc.param_groups(model, **options)
     for group in groups:
-        if embeddings == "blocks" and group["role"] == "embedding":
-            group["role"] = "matrix"
+        group["transform"] = transform
+        if group["role"] == "embedding" and embeddings != "dense":
+            group["role"], group["transform"] = "matrix", "dct" if embeddings == "dct blocks" else "none"
+            if embeddings == "sparse gradients":
+                group["decay"] = 1.0
     return groups
 
 
@@ -218,15 +231,16 @@ def exchanged(
     beta1: float,
     dense_lr: float | None = None,
     embeddings: str = "dense",
+    transform: str = "dct",
     **options: Any,
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
-    The first beta of matrices is a separate setting. Embeddings and vectors, whose gradients are synchronized instead
-    of a momentum, keep a first beta of 0.9.
+    The first beta of matrices, and of embeddings whose momentum is sent, is a separate setting. Parameters whose
+    gradients are synchronized keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
-    sent = channels(model, embeddings, weight_decay=0.1)
+    sent = channels(model, embeddings, transform, weight_decay=0.1)
     exchange = sc.MomentumExchange(sent, **{"topk": 8, "exchange": "all_gather", **OURS, **options})
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
     rest = (0.98, 0.995) if came else (0.98,)
@@ -235,10 +249,10 @@ def exchanged(
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
             "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
-            "betas": (beta1 if group["role"] == "matrix" else 0.9, *rest),
+            "betas": (beta1 if each["role"] == "matrix" and each.get("decay") != 1.0 else 0.9, *rest),
             **({"role": group["role"], "matrix_dims": group["matrix_dims"]} if came else {}),
         }
-        for group in groups
+        for group, each in zip(groups, sent, strict=True)
     ]
     optimizer = make(own, lr=lr)
 

@@ -64,7 +64,7 @@ ALSO = (4, 8)
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
 STARTS = {"ddp sgd": 10}
-OURS = "ours k8 all_gather"
+OURS, BETA1_0 = "ours k8 all_gather", "exchange k8, adamw beta1 0"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
 """Methods that exchange after every five AdamW steps."""
 
@@ -122,7 +122,8 @@ WORKS = {
 WORKS["novels-8k"] = replace(
     WORKS["novels"],
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
-    methods=("ddp, one rate", "ddp fp32", LOCAL, "exchange k8, adamw beta1 0"),
+    steps=1000,
+    methods=("ddp, one rate", "ddp fp32", LOCAL, BETA1_0),
     seeds=range(1, 4),
 )
 WORKS["llama-10m-long"] = replace(
@@ -175,20 +176,21 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "local steps, outer rate 1.6": (LOCAL, {"outer_lr": 1.6}),
     "chunk 32, topk 2": (OURS, {"chunk": 32, "topk": 2}),
     "residuals averaged every 50": (OURS, {"state_sync_every": 50}),
+    "no transform": (OURS, {"transform": "none"}),
+    "no transform, adamw": (BETA1_0, {"transform": "none"}),
     "diloco h30, a plain mean": ("diloco h30", {"outer_lr": 1.0, "outer_momentum": 0.0}),
     "diloco h30, outer rate 0.4": ("diloco h30", {"outer_lr": 0.4}),
     "diloco h30, outer rate 1": ("diloco h30", {"outer_lr": 1.0}),
     "diloco h100, outer rate 1": ("diloco h100", {"outer_lr": 1.0}),
 }
 """Variants by name: a method at its best rate, and the options that are changed."""
-BETA1_0 = "exchange k8, adamw beta1 0"
 VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     "local steps, embeddings in blocks": (LOCAL, {"embeddings": "blocks"}),
     "local steps, embeddings in bf16": (LOCAL, {"dense": "bf16"}),
-    "beta1 0, embeddings in blocks": (BETA1_0, {"embeddings": "blocks"}),
+    **{f"beta1 0, {name}": (BETA1_0, {"embeddings": name}) for name in ("blocks", "dct blocks", "sparse gradients")},
     "beta1 0, embeddings in bf16": (BETA1_0, {"dense": "bf16"}),
 }
-"""Variants of `novels-8k`."""
+"""Variants of `novels-8k`; names of embeddings as of `comm_methods.channels`."""
 SHORTER, LONGER = (28, 208), (2600,)
 """Lengths in steps of the phases of these names on `llama-10m-long`.
 
