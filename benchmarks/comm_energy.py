@@ -3,9 +3,9 @@
     python benchmarks/comm_energy.py             about five minutes on one core
 
 The decoder of comm_quality.py's `novels-8k` (vocabulary of 8,192, tied or untied head) is trained by AdamW on one
-process. Beside it, each channel keeps its own residual r with error feedback, as one replica would:
+process. At the same time each channel keeps its own residual r with error feedback, as one replica would:
 
-    r <- decay r + g,   q = what the channel sends of r,   r <- r - q
+    r <- decay r + g,   q = message(r),   r <- r - q
 
 g is the gradient (`momentum`, decay 0.95, or 1 for `everything`), or the way of five AdamW steps (`local steps`). The
 energy of a channel is 1 - sum |r - q|^2 / sum |r|^2 over the last half of the run: 1 if everything arrives at once, 0
@@ -75,7 +75,7 @@ class Channel:
     total: float = 0.0
 
     def send(self, gradient: Tensor, *, counts: bool) -> None:
-        """Accumulate a gradient, and send what the channel selects."""
+        """Accumulate a gradient, and send the selected coefficients."""
         spec = self.block_group.spec
         self.residual.mul_(spec.decay).add_(gradient)
         blocks = self.block_group.to_blocks({0: self.residual})
@@ -109,7 +109,7 @@ def train(tied: bool, steps: int, seed: int) -> list[dict[str, Any]]:
     )
     params = {name: param for name, param in model.named_parameters() if param.dim() == 2}
     channels = {
-        (name, source, channel): Channel(group_of(param, options), torch.zeros_like(param))
+        (name, source, channel): Channel(make_group(param, options), torch.zeros_like(param))
         for name, param in params.items()
         for source, each in CHANNELS.items()
         for channel, options in each.items()
@@ -131,18 +131,18 @@ def train(tied: bool, steps: int, seed: int) -> list[dict[str, Any]]:
     return [*rows(channels, tied)]
 
 
-def group_of(param: Tensor, options: dict[str, Any]) -> BlockGroup:
+def make_group(param: Tensor, options: dict[str, Any]) -> BlockGroup:
     group = {**GROUP, **options}
     (made,) = make_block_groups({0: tuple(param.shape)}, {0: param.numel()}, [group])
     return made
 
 
 def rows(channels: dict[tuple[str, str, str], Channel], tied: bool) -> Iterator[dict[str, Any]]:
-    def kind_of(name: str) -> str:
+    def find_kind(name: str) -> str:
         return "embedding" if "embed" in name else "head" if "lm_head" in name else "matrices"
 
-    for key in dict.fromkeys((kind_of(name), source, channel) for name, source, channel in channels):
-        found = [each for (name, *rest), each in channels.items() if (kind_of(name), *rest) == key]
+    for key in dict.fromkeys((find_kind(name), source, channel) for name, source, channel in channels):
+        found = [each for (name, *rest), each in channels.items() if (find_kind(name), *rest) == key]
         total = sum(each.total for each in found)
         yield {
             "tied": tied,

@@ -14,7 +14,7 @@ Weights in bf16 begin each round as p0 rounded to bf16, and d is their distance 
 so that no outer step is too small for it.
 
 Replicas may have different processors and numbers of threads, unless a transform is exchanged: the mean and the outer
-step are single multiplications and additions of each element, which all processors round alike.
+step are single multiplications and additions of each element, which all processors round the same way.
 
 Cost: 4 bytes for each parameter for p0, and those of exchange and outer momentum; `wire_bytes` every H steps.
 """

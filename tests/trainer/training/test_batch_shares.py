@@ -71,8 +71,8 @@ def test_local_steps_resume_bitwise(processes: int, parallel: dict[str, Any], tm
 @pytest.mark.parametrize(
     ("shares", "processes", "message"),
     [
-        ([2, 1], 3, "must have one number for each replica, of which there are 3"),
-        ([2, 1], 1, "must have one number for each replica, of which there is 1"),
+        ([2, 1], 3, "must have one number for each replica; the run has 3"),
+        ([2, 1], 1, "must have one number for each replica; the run has 1"),
         ([4, 1], 2, r"the batch of 12 sequences cannot be shared as parallel.batch_shares: \[4, 1\] says"),
     ],
 )

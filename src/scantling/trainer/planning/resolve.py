@@ -113,8 +113,7 @@ def check_world_size(recipe: Recipe, world_size: int) -> None:
     replicate, shard = recipe.parallel.mesh_shape(world_size)
     if shares is not None and len(shares) != replicate:
         raise UserError(
-            f"parallel.batch_shares: {shares} must have one number for each replica, of which there "
-            f"{'are' if replicate > 1 else 'is'} {replicate}"
+            f"parallel.batch_shares: {shares} must have one number for each replica; the run has {replicate}"
         )
     weights = recipe.batch_weights(world_size)
     if any(recipe.batch_size * weight % sum(weights) for weight in weights):

@@ -425,7 +425,7 @@ class ParallelSection(Section):
     """Replicas, which `comm` synchronizes. Default: as many as `shard` leaves; 1 with `shard: auto`."""
     batch_shares: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     """Relative shares of the replicas in each batch, such as `[3, 1]` if the first one is three times as fast.
-    Default: equal shares. Every token counts alike, whichever replica trains on it."""
+    Default: equal shares. All tokens have the same weight, whichever replica trains on them."""
     tensor: int = Field(default=1, ge=1)
     """Processes that share each matrix product (tensor parallelism): 1, because that of transformers needs pretrained
     weights, works with neither TT layers nor low-bit momentum, and divides rows twice under `shard`."""
