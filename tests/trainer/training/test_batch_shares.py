@@ -16,6 +16,7 @@ from scantling.errors import RecipeError, UserError
 from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.build import build_exchange
+from scantling.trainer.training.trained_run import evaluate_run
 from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run
 
 pytestmark = pytest.mark.dist
@@ -66,6 +67,18 @@ def test_local_steps_resume_bitwise(processes: int, parallel: dict[str, Any], tm
     assert done.returncode == 0, done.stdout + done.stderr
     expected, found = saved_tensors(straight), saved_tensors(broken)
     assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
+
+
+def test_resume_on_another_number_of_replicas(tmp_path: Path) -> None:
+    straight = train_run(recipe_of(tmp_path, parallel={"batch_shares": [2, 1]}), tmp_path, "straight", 2)
+    wanted = [each["loss"] for each in records(straight)]
+    assert evaluate_run(straight)["eval_loss"] == pytest.approx(records(straight)[-1]["eval_loss"], rel=1e-5)
+    forget(straight, 4)
+    refused = scantling("train", straight, "--resume", processes=3)
+    assert "parallel.batch_shares: [2, 1] must have one number for each replica; the run has 3" in refused.stderr
+    done = scantling("train", straight, "--resume", "--set", "parallel.batch_shares=[4, 1, 1]", processes=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each["loss"] for each in records(straight)] == pytest.approx(wanted, abs=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -638,8 +638,7 @@ class Recipe(Section):
         shares = self.parallel.batch_shares
         if shares is None or world_size == 1:
             return [1] * world_size
-        _, shard = self.parallel.mesh_shape(world_size)
-        return [share for share in shares for _ in range(shard)]
+        return [share for share in shares for _ in range(max(1, world_size // len(shares)))]
 
     def batch_share(self, world_size: int = 1) -> int:
         """Return the most sequences of one of `world_size` processes in a step."""

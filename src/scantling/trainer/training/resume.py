@@ -20,6 +20,7 @@ FREE_KEYS = {
     "name",
     "data.workers",
     "parallel.async_checkpoint",
+    "parallel.batch_shares",
     "parallel.offload",
     "parallel.replicate",
     "parallel.reshard",
