@@ -20,6 +20,9 @@ The data sets, `--data`:
 - `novels-8k`: the same decoder with a vocabulary of 8,192, which has 62 % of its parameters. Its settings are channels
   for embeddings.
 - `digits`: a vision transformer of 0.2 million parameters on scikit-learn's digits.
+- `shapes-resnet` and `shapes-vit`: a ResNet with batch normalization, of 0.3 million parameters, and a vision
+  transformer of 0.5 million, on the color images of shapes.py. Running statistics are averaged over the replicas before
+  each evaluation.
 - `llama-10m-long`: the preset llama-10m on bytes of the novels, 2,250 steps with the batches that network.py times, in
   bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
 - `llama-10m`: 300 steps in fp32 of AdamW under DDP alone; the learning rate of embeddings comes from these runs.
@@ -53,6 +56,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import shapes
 from dated import RESULTS
 from optim_quality import MODEL
 from resumable import Grid, Ledger, Line, Spec, command_line, spec_key
@@ -125,6 +129,33 @@ WORKS["novels-8k"] = replace(
     steps=1000,
     methods=("ddp, one rate", "ddp fp32", LOCAL, BETA1_0),
     seeds=range(1, 4),
+)
+WORKS["shapes-resnet"] = Work(
+    {
+        "hf": str(Path(__file__).with_name("resnet-shapes.json")),
+        "task": "image-classification",
+        "attention": "eager",
+    },
+    {"images": str(shapes.PATH), "image_size": shapes.SIDE, "heldout": 0.25},
+    batch=64,
+    steps=600,
+    dense_lr=1e-3,
+    methods=("ddp fp32", "ddp, one rate", "powersgd r4", "diloco h30", OURS, LOCAL, BETA1_0),
+    eval_samples=2000,
+    seeds=range(1, 6),
+    few_seeds=range(1, 6),
+)
+WORKS["shapes-vit"] = replace(
+    WORKS["shapes-resnet"],
+    model={
+        "preset": "vit-digits",
+        "overrides": {"patch_size": 4, "hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4},
+    },
+    steps=1500,
+    dense_lr=1e-3,
+    methods=("ddp fp32", "ddp, one rate", LOCAL, BETA1_0),
+    seeds=range(1, 4),
+    few_seeds=range(1, 4),
 )
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
@@ -279,7 +310,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
     from comm_methods import METHODS as KNOWN
     from comm_methods import numel
 
-    from scantling.comm import allreduce_wire_bytes
+    from scantling.comm import allreduce_wire_bytes, average_buffers
     from scantling.distributed.context import DistContext
     from scantling.errors import NonFiniteError
     from scantling.numerics.device import autocast, has_fast_matmul
@@ -328,6 +359,7 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
             break
         losses.append(float(loss))
         if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
+            average_buffers(model)
             figures = evaluate_heldout(run, model, context)
             heldout.append([step, figures["eval_loss"]])
             model.train()
@@ -358,6 +390,8 @@ def run_one(spec: Spec) -> Line:
     import scantling.trainer.training.run  # noqa: F401
 
     began = time.time()
+    if spec.get("data", "").startswith("shapes") and not shapes.PATH.exists():
+        shapes.write(shapes.PATH)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
