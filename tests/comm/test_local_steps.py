@@ -261,3 +261,71 @@ def test_saved_state_of_bf16_weights_resumes_bitwise() -> None:
         assert one.dtype == torch.float32
         assert torch.equal(one, other)
         assert not torch.equal(one, one.bfloat16().float())
+
+
+def test_frozen_parameters_keep_their_dtype_and_are_not_saved() -> None:
+    """Packed integers and a frozen base are exchanged by nobody."""
+
+    def work(replicas: ThreadGroup) -> None:
+        net = nn.Module()
+        net.packed = nn.Parameter(torch.tensor([1524280945, -7], dtype=torch.int32), requires_grad=False)
+        net.base = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16), requires_grad=False)
+        net.trained = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        made = diloco(torch.optim.SGD(net.parameters(), lr=0.5), net.parameters(), process_group=replicas, sync_every=1)
+        net.trained.grad = torch.ones_like(net.trained)
+        made.step()
+        assert net.packed.tolist() == [1524280945, -7]
+        assert [anchor.dtype for anchor in made.anchors] == [torch.int32, torch.bfloat16, torch.float32]
+        assert [*made.low_bits()] == [2]
+        # trained from now on
+        net.base.requires_grad_()
+        net.base.grad = torch.ones_like(net.base)
+        made.step()
+        assert made.anchors[1].dtype == torch.float32
+        assert [*made.low_bits()] == [1, 2]
+
+    together(2, work)
+
+
+def test_loaded_state_is_not_changed_by_later_steps() -> None:
+    net = copy.deepcopy(START)
+    made = diloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=1)
+    train(net, made, 0, range(2))
+    saved = made.state_dict()
+    kept = copy.deepcopy(saved)
+    made.load_state_dict(saved)
+    train(net, made, 0, range(2, 4))
+    for key in ("momenta", "anchors"):
+        values = (each[key].values() if key == "momenta" else each[key] for each in (saved, kept))
+        assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
+
+
+def test_compensated_rounding_is_refused() -> None:
+    net = copy.deepcopy(START).bfloat16()
+    inner = sc.CAME(sc.param_groups(net), lr=1e-3, rounding="compensated")
+    with pytest.raises(UserError, match="keeps bits of weights that local steps replace"):
+        diloco(inner, sc.param_groups(net))
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_mean_of_fewer_replicas_is_by_their_shares(left_out: int) -> None:
+    """The pseudo-gradient of one replica is NaN; that of the other one is applied in full."""
+
+    def work(replicas: ThreadGroup) -> Tensor:
+        param = nn.Parameter(torch.ones(8))
+        made = diloco(
+            torch.optim.SGD([param], lr=0.5),
+            [param],
+            process_group=replicas,
+            sync_every=1,
+            outer_lr=1.0,
+            outer_momentum=0.0,
+            batch_shares=[3, 1],
+        )
+        with torch.no_grad():
+            param += torch.nan if replicas.rank == left_out else -0.5
+        made.advance()
+        return param.detach()
+
+    for found in together(2, work):
+        torch.testing.assert_close(found, torch.full((8,), 0.5))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scantling.comm.ddp import average_buffers
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.local_steps import mean_correction
 from scantling.comm.transport.shards import clip_gradients, total_norm
 from scantling.errors import UserError
 from scantling.groups import param_groups
@@ -43,14 +44,24 @@ class DemoExchange(GradientExchange):
 
     Args:
         clip: largest norm of a replica's own gradient, or None.
+        batch_shares: relative shares of the replicas in a batch, in proportion to which their gradients are scaled;
+            equal by default.
         process_group: of the replicas; default all processes.
         options: of `MomentumExchange`.
     """
 
-    def __init__(self, *, clip: float | None = None, process_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        clip: float | None = None,
+        batch_shares: Sequence[float] | None = None,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
         if clip is not None and options.get("overlap"):
             raise UserError("overlap sends gradients before their global norm is known, by which they would be clipped")
         self.clip, self.process_group, self.options = clip, process_group, options
+        self._shares = batch_shares
         self._inner: MomentumExchange | None = None
 
     def describe(self) -> str:
@@ -82,6 +93,11 @@ class DemoExchange(GradientExchange):
         # over all processes: those that share a replica see different data, too
         self.wire_bytes = inner.wire_bytes + average_buffers(self._model)
         self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
+        if self._shares is not None and self.nonfinite_ranks:
+            factor = mean_correction(self._shares, self.nonfinite_ranks)
+            for param in params:
+                if param.grad is not None:
+                    param.grad *= factor
 
     @property
     def inner(self) -> MomentumExchange:

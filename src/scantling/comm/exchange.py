@@ -117,8 +117,9 @@ class MomentumExchange:
         local_nonfinite: True if this process's gradients in the last step were NaN or Inf, and were left out.
         announces: True if rank 0 reports the layout at the first exchange.
         compared_keys, compared_values: further keys of the groups, and values, that replicas must share.
-        is_elementwise: True if what steps by the result computes each element from its own momentum alone. Without a
-            transform, replicas may then have different processors and numbers of threads.
+        is_elementwise: True if replicas compute each element of their parameters from its own momentum alone. Without a
+            transform, they may then have different processors and numbers of threads.
+        decodes_to_fp32: True if a GPU must not write results of bf16 parameters in bf16.
         replica_divergence: relative distance between the replicas' residuals at the last comparison, from 0 to 1.
 
     Raises:
@@ -141,7 +142,7 @@ class MomentumExchange:
         self.announces = True
         self.compared_keys: tuple[str, ...] = ()
         self.compared_values: dict[str, Any] = {}
-        self.is_elementwise = False
+        self.is_elementwise = self.decodes_to_fp32 = False
         self.replica_divergence: float | None = None
         self.momentum_watch: MomentumWatch | None = None
         self.step = 0
@@ -197,7 +198,7 @@ class MomentumExchange:
     def decode_momentum(self) -> list[Tensor] | None:
         """Exchange, and return the decoded momentum of all parameters: local shards, zeros if frozen.
 
-        In fp32; a GPU writes the momentum of bf16 matrices in bf16, except for Muon.
+        In fp32; a GPU writes the momentum of bf16 matrices in bf16, except for Muon and for local steps.
 
         None if there is no result, see `exchange`.
         """
@@ -302,7 +303,7 @@ class MomentumExchange:
         dtypes = {
             idx: param.dtype
             for idx, (param, group) in enumerate(zip(params, group_by_param(self.param_groups), strict=True))
-            if param.dtype == torch.bfloat16 and group.get("update") != "muon"
+            if param.dtype == torch.bfloat16 and group.get("update") != "muon" and not self.decodes_to_fp32
         }
         for message, (outcomes, _) in received:
             for block_group, outcome in zip(message.bucket.block_groups, outcomes, strict=True):

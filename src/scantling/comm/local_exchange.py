@@ -33,6 +33,7 @@ class LocalStepsExchange(GradientExchange):
 
     Args:
         method: "sparseloco" or "diloco", see `outer_exchange`.
+        changes_ranks: True if replicas choose ranks of TT layers, by matrix products that need the same processors.
         process_group: of the replicas; default all processes.
         outer: options of `OuterOptimizer`.
         options: of `MomentumExchange`.
@@ -41,8 +42,15 @@ class LocalStepsExchange(GradientExchange):
     keeps_replicas_equal = False
 
     def __init__(
-        self, method: str, *, process_group: Any = None, outer: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        method: str,
+        *,
+        process_group: Any = None,
+        outer: Mapping[str, Any],
+        options: Mapping[str, Any],
+        changes_ranks: bool = False,
     ) -> None:
+        self._changes_ranks = changes_ranks
         self.method, self.process_group, self._outer_options, self.options = method, process_group, outer, options
         self._outer: OuterOptimizer | None = None
         self._common_buffers: dict[str, Tensor] = {}
@@ -73,6 +81,7 @@ class LocalStepsExchange(GradientExchange):
         if self._outer is None:
             _start_alike(exchange)
         outer = OuterOptimizer(exchange, **self._outer_options)
+        exchange.is_elementwise = not self._changes_ranks
         if self._outer is not None:  # parameters have new shapes
             outer.transfer_state(self._outer)
         self._outer, self._model = outer, model

@@ -54,8 +54,8 @@ class OuterOptimizer:
             weighted; equal by default.
 
     Attributes:
-        anchors: the common parameters after the last exchange, local shards in the order of the exchange, in fp32 or
-            the parameter's dtype if that is wider.
+        anchors: the common parameters after the last exchange, local shards in the order of the exchange; of trained
+            parameters in bf16 or fp16, in fp32.
         momenta: of the outer SGD, by index; empty before the first exchange, and without momentum.
         steps: local steps so far.
         is_synchronized: True if no local step has been taken since the last exchange.
@@ -84,6 +84,7 @@ class OuterOptimizer:
         shares = [1.0] * size if batch_shares is None else [*batch_shares]
         if len(shares) != size or not all(is_number(share) and 0.0 < share < math.inf for share in shares):
             raise UserError(f"batch_shares must be {size} numbers above 0, one for each replica; given {shares!r}")
+        self._shares = shares
         self._weight = size * shares[exchange.replicas.rank] / sum(shares)
         self.exchange, self.sync_every = exchange, sync_every
         self._params = [param for group in exchange.param_groups for param in group["params"]]
@@ -97,13 +98,13 @@ class OuterOptimizer:
                 "started from. With a TorchFTGroup use sc.DeMo"
             )
         # p0: replicas start from the same parameters, which the exchange checks.
-        self.anchors = [_widened(to_local(param)) for param in self._params]
+        self.anchors = [_widened(to_local(param), param.requires_grad).clone() for param in self._params]
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
-        exchange.is_elementwise = True
+        exchange.is_elementwise = exchange.decodes_to_fp32 = True
         exchange.compared_values = {
             "local steps": sync_every,
             "outer_lr": outer_lr,
@@ -135,7 +136,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Exchange pseudo-gradients, and take the outer step. Collectives and errors as of `advance`."""
-        for param, anchor in zip(self._params, self.anchors, strict=True):
+        for idx, param in enumerate(self._params):
+            anchor = self.anchors[idx] = _widened(self.anchors[idx], param.requires_grad)
             part = to_local(param)
             start = anchor.to(part.dtype)
             # d = p0 - p, times N by the share of the replica
@@ -150,19 +152,26 @@ class OuterOptimizer:
         mean = self.exchange.decode_momentum()
         assert mean is not None  # there is a result in every exchange of a static group
         self.wire_bytes = self.exchange.wire_bytes
+        correction = self._correction()
         for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
             param.grad = None  # pseudo-gradients must not add to the next local gradients
             if param.requires_grad:
-                anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype))
+                anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype), correction)
             to_local(param).copy_(anchor)
         self.is_synchronized = True
 
-    def _outer_step(self, idx: int, mean: Tensor) -> Tensor:
+    def _correction(self) -> float:
+        """Return the factor of the mean, whose weights add up to less or more if replicas were left out."""
+        return mean_correction(self._shares, self.exchange.nonfinite_ranks)
+
+    def _outer_step(self, idx: int, mean: Tensor, correction: float) -> Tensor:
         """Return the step of SGD with Nesterov momentum; overwrites the mean pseudo-gradient D.
 
         Multiplications and additions are separate operations: `torch.optim.SGD` fuses them where the processor can,
         which rounds once instead of twice, so that replicas on other processors would part.
         """
+        if correction != 1.0:
+            mean *= correction
         if self.outer_momentum:
             # m <- mu m + D;  D <- D + mu m
             momentum = self.momenta.get(idx)
@@ -182,7 +191,7 @@ class OuterOptimizer:
             anchor.copy_(part if anchor.dtype == part.dtype else torch.where(has_moved, part.to(anchor.dtype), anchor))
 
     def low_bits(self) -> dict[int, Tensor]:
-        """Return the anchors of parameters in narrower dtypes by index: their bits are lost in the parameters."""
+        """Return the anchors with more bits than their parameters, by index."""
         pairs = zip(self._params, self.anchors, strict=True)
         return {idx: anchor for idx, (param, anchor) in enumerate(pairs) if anchor.dtype != param.dtype}
 
@@ -190,7 +199,7 @@ class OuterOptimizer:
     def load_low_bits(self, anchors: Mapping[int, Tensor]) -> None:
         """Load what `low_bits` returned, after the parameters, which count where they differ by more than rounding."""
         for idx, anchor in anchors.items():
-            self.anchors[idx].copy_(anchor)
+            self.anchors[idx] = anchor.to(self.anchors[idx].device, copy=True)
         self.adopt_parameters()
 
     def transfer_state(self, other: OuterOptimizer) -> None:
@@ -218,8 +227,30 @@ class OuterOptimizer:
             self.momenta[number] = self.momenta[number].index_select(dim, index)
 
 
-def _widened(value: Tensor) -> Tensor:
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+def _widened(value: Tensor, is_trained: bool) -> Tensor:
+    is_narrow = value.dtype in (torch.bfloat16, torch.float16)
+    return value.detach().float() if is_trained and is_narrow else value.detach()
+
+
+def mean_correction(shares: Sequence[float], left_out: Sequence[int]) -> float:
+    """Return the factor that makes the plain mean over the other replicas a mean by their shares.
+
+    Args:
+        shares: of all replicas; each has multiplied its values by N times its share of the sum.
+        left_out: ranks that have sent nothing.
+    """
+    kept = [share for rank, share in enumerate(shares) if rank not in left_out]
+    return len(kept) * sum(shares) / (len(shares) * sum(kept))
+
+
+def refuse_compensated(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a UserError if an inner optimizer keeps bits of bf16 weights, which an exchange would replace."""
+    for group in optimizer.param_groups:
+        if group.get("rounding") == "compensated" and any(p.dtype == torch.bfloat16 for p in group["params"]):
+            raise UserError(
+                'rounding="compensated" keeps bits of weights that local steps replace in every exchange; set '
+                'rounding="stochastic"'
+            )
 
 
 class LocalSteps(OuterOptimizer):
@@ -243,6 +274,7 @@ class LocalSteps(OuterOptimizer):
     _step_supports_amp_scaling = True  # a scaler skips no step: steps are counted
 
     def __init__(self, inner: torch.optim.Optimizer, exchange: MomentumExchange, **options: Any) -> None:
+        refuse_compensated(inner)
         self.inner = inner
         super().__init__(exchange, **options)
         if {id(p) for group in inner.param_groups for p in group["params"]} != {id(p) for p in self._params}:
@@ -302,10 +334,14 @@ class LocalSteps(OuterOptimizer):
         """
         check_state_keys(state_dict, "state_dict of local steps", ("inner", "momenta", "exchange", "anchors", "steps"))
         self.inner.load_state_dict(state_dict["inner"])
-        self.momenta = {idx: momentum.to(self.anchors[idx]) for idx, momentum in state_dict["momenta"].items()}
+        self.momenta = {
+            idx: momentum.to(self.anchors[idx], copy=True) for idx, momentum in state_dict["momenta"].items()
+        }
         self.exchange.load_state_dict(state_dict["exchange"])
-        for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True):
-            anchor.copy_(saved)
+        self.anchors = [
+            saved.to(anchor.device, copy=True)
+            for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True)
+        ]
         self.steps = int(state_dict["steps"])
 
 

@@ -259,7 +259,7 @@ class Residuals:
         if not keeps_residuals(block_group, self.config):
             self.discard(param)
             return momentum.add_(mean)
-        torch.add(mean.float(), momentum, alpha=decay, out=momentum)
+        momentum.mul_(decay).add_(mean)  # separate operations: a fused one rounds differently on other processors
         self._write(idx, momentum, rounding_seed(step, 0, idx))
         return momentum * (1.0 - decay)
 

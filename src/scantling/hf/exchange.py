@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from scantling.comm import DeMo, LocalSteps, MomentumExchange, average_buffers
 from scantling.comm.demo_exchange import exchange_groups
-from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange, refuse_compensated
 from scantling.comm.residuals import check_state_keys, merge_local_states
 from scantling.comm.transport.shards import all_finite
 from scantling.distributed.context import DistContext
@@ -62,6 +62,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         if self._outer_options is None:
             self.exchange = MomentumExchange(groups, **self._options)
         else:
+            refuse_compensated(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
             self.exchange = outer_exchange("sparseloco", groups, **self._options)
             self.outer = OuterOptimizer(self.exchange, **self._outer_options)
         if state.global_step and self.checkpoint is not None:

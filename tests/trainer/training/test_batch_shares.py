@@ -13,11 +13,14 @@ import scantling as sc
 from scantling.comm import DemoExchange
 from scantling.distributed.context import DistContext
 from scantling.errors import RecipeError, UserError
+from scantling.trainer.planning.changes import list_changes
+from scantling.trainer.planning.plan import plan_run
 from scantling.trainer.planning.resolve import resolve_run
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training.build import build_exchange
 from scantling.trainer.training.trained_run import evaluate_run
-from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run
+from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
+from tests.trainer.training import poisoned
 
 pytestmark = pytest.mark.dist
 
@@ -113,3 +116,20 @@ def test_clipping_is_in_proportion_to_the_share(tmp_path: Path) -> None:
     run = resolve_run(load_recipe(recipe), world_size=2, device="cpu")
     made = [build_exchange(run, [], DistContext(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
     assert [each.clip for each in made if isinstance(each, DemoExchange)] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_advice_to_shard_leaves_out_the_shares(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, parallel={"batch_shares": [2, 1]})
+    run = resolve_run(load_recipe(recipe), world_size=2, device="cpu")
+    changes = list_changes(run, plan_run(run))
+    shard = next(change.settings for change in changes if "parallel.shard" in change.settings)
+    assert shard == {"parallel.shard": 2, "parallel.batch_shares": None}
+
+
+def test_momentum_of_fewer_replicas_is_by_their_shares(tmp_path: Path) -> None:
+    """Rank 1 has a NaN in step 3, and the momentum of rank 0, with three quarters of the batch, counts in full."""
+    recipe = recipe_of(tmp_path, **WHOLE, parallel={"batch_shares": [3, 1]})
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record.get("nonfinite_ranks") for record in records(tmp_path / "run")] == [*2 * [None], [1], *5 * [None]]

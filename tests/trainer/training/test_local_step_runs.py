@@ -116,10 +116,11 @@ def test_ranks_are_removed_after_exchanges(processes: int, tmp_path: Path) -> No
     assert sizes[-1] <= 0.6 * sizes[0] * 1.02
 
 
-@pytest.mark.parametrize("name", ["local_steps", "diloco"])
+@pytest.mark.parametrize("name", ["local_steps", "diloco", "dense"])
 def test_replicas_on_different_processors_stay_equal(name: str, tmp_path: Path) -> None:
     """Rank 1 has other instructions, products and threads; weights are compared before every exchange."""
-    comm = {**LOCAL, "sync_every": 2} if name == "local_steps" else {"name": name, "sync_every": 2}
+    comm = {"name": "diloco"} if name == "diloco" else {**LOCAL, **({"exchange": "dense"} if name == "dense" else {})}
+    comm["sync_every"] = 2
     path = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path, comm={**comm, "check_every": 1}))
     other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"}
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -148,6 +149,14 @@ def test_records_between_exchanges_are_of_the_first_replica(tmp_path: Path) -> N
     # the first step's loss is that of half of the batch
     assert own[0] != pytest.approx(records(alone)[0]["loss"], rel=1e-6)
     assert [record["tokens"] for record in records(run_dir)] == [record["tokens"] for record in records(alone)]
+
+
+def test_recorded_loss_of_shards_is_that_of_their_replica(tmp_path: Path) -> None:
+    train = {"eval_every": 8, "checkpoint_every": 8}
+    whole = train_run(recipe_of(tmp_path, train=train), tmp_path, "whole", 2)
+    sharded = train_run(recipe_of(tmp_path, train=train, parallel={"shard": 2}), tmp_path, "sharded", 4)
+    for one, other in zip(records(whole), records(sharded), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("sections", [{}, {"optim": CAME, "precision": BF16}], ids=["fp32", "bf16"])

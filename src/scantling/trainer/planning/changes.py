@@ -406,9 +406,12 @@ def list_changes(run: ResolvedRun, planned: Plan) -> list[_Change]:
         if train.activation_checkpointing not in (value, True):
             least = without(planned.activation_bytes or 0)
             add("checkpointing", {"train.activation_checkpointing": value}, least=least)
-    one_replica: Settings = {}
+    one_replica: dict[str, Any] = {}
     if shards == 1 < replicas and recipe.comm.name == "allreduce":
-        one_replica = {} if recipe.parallel.replicate is None else {"parallel.replicate": 1}
+        if recipe.parallel.replicate is not None:
+            one_replica["parallel.replicate"] = 1
+        if recipe.parallel.batch_shares is not None:
+            one_replica["parallel.batch_shares"] = None
         shards = world_size
         add("shard", {"parallel.shard": shards, **one_replica})
     # 2. rounding

@@ -45,7 +45,7 @@ def plan_traffic(
             shards=shards,
             replicas=replicas if sends_all else 1,
             whole_processes=world_size if sends_all else shards,
-            passes=recipe.batch_share(world_size) // recipe.pass_size(world_size),
+            passes=-(-recipe.batch_share(world_size) // recipe.pass_size(world_size)),
         )
     elif sends_all:
         sent = allreduce_wire_bytes(sum(p.nbytes for p in model.parameters() if p.requires_grad), world_size)
@@ -56,7 +56,10 @@ def plan_traffic(
     sent += round(_bytes_per_step(comm, exchange, replicas))
     # local steps keep the common weights, and the outer momentum
     copies = 0 if comm.keeps_replicas_equal else 2 if comm.outer_momentum else 1
-    anchors = sum(param.numel() * max(4, param.element_size()) for param in local.values())
+    anchors = sum(
+        param.numel() * (max(4, param.element_size()) if param.requires_grad else param.element_size())
+        for param in local.values()
+    )
     return sent, exchange.planned_state_bytes() + copies * anchors
 
 

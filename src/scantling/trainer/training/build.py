@@ -240,11 +240,15 @@ def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: Dist
         # times the average share of a replica in the gradient
         share = context.world_size * weights[context.rank] / sum(weights)
         clip = None if recipe.train.clip is None else share * recipe.train.clip
-        between = DemoExchange(clip=clip, process_group=replicas, **section.demo_options)
+        shares = recipe.parallel.batch_shares
+        between = DemoExchange(clip=clip, batch_shares=shares, process_group=replicas, **section.demo_options)
     elif section.name != "allreduce":
         method, outer, options = section.local_options
         outer = {**outer, "batch_shares": recipe.parallel.batch_shares}
-        between = LocalStepsExchange(method, process_group=replicas, outer=outer, options=options)
+        changes_ranks = recipe.tensor is not None and recipe.tensor.size_target is not None
+        between = LocalStepsExchange(
+            method, process_group=replicas, outer=outer, options=options, changes_ranks=changes_ranks
+        )
     if mesh is not None:
         return ShardedExchange(
             mesh,

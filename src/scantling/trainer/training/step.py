@@ -123,6 +123,10 @@ class Stepper:
         overflow = self.scaler.is_enabled() and bad_norms > 0 and bad_losses == 0
         # ranks whose gradients the exchange left out are no failure, unless it left out all
         if not self.exchange.keeps_replicas_equal:
+            if self.context.num_shards == 1:
+                self.last_loss = self.last_loss if bad_losses else float(own_loss) / targets
+            elif not bad_losses and not self.exchange.local_nonfinite:  # else the sum over the shards has been dropped
+                self.last_loss = total / targets
             if bad_losses:  # no other replica knows of it
                 self.exchange.local_nonfinite = True
                 self.optimizer.zero_grad(set_to_none=True)
@@ -147,7 +151,6 @@ class Stepper:
         self.watch.lap("optimizer")
         if not self.exchange.keeps_replicas_equal:
             own = [total, targets - skipped_targets, tokens, float(stops > 0)]
-            self.last_loss = float(own_loss) / targets if torch.isfinite(own_loss) else self.last_loss
             return self._finish_local_step(step, own, self.last_loss, float(norm))
         return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
 
