@@ -25,6 +25,8 @@ The data sets, `--data`:
   each evaluation.
 - `llama-10m-long`: the preset llama-10m on bytes of the novels, 2,250 steps with the batches that network.py times, in
   bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
+- `llama-10m-8k`: the same model with a vocabulary of 8,192 and a head apart from the embedding, both together 35 % of
+  15 million parameters.
 - `llama-10m`: 300 steps in fp32 of AdamW under DDP alone; the learning rate of embeddings comes from these runs.
 
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
@@ -166,6 +168,13 @@ WORKS["llama-10m-long"] = replace(
     few_seeds=range(1),
     compute="bf16",
 )
+WORKS["llama-10m-8k"] = replace(
+    WORKS["llama-10m-long"],
+    model={"preset": "llama-10m", "overrides": {"tie_word_embeddings": False}},
+    data={**WORKS["llama-10m"].data, "tokenizer": {"bpe": 8192}},
+    methods=("ddp, one rate", "ddp fp32", LOCAL, BETA1_0),
+    few_seeds=range(5),
+)
 METHODS = (
     "ddp fp32",
     "ddp, one rate",
@@ -221,7 +230,7 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"beta1 0, {name}": (BETA1_0, {"embeddings": name}) for name in ("blocks", "dct blocks", "sparse gradients")},
     "beta1 0, embeddings in bf16": (BETA1_0, {"dense": "bf16"}),
 }
-"""Variants of `novels-8k`; names of embeddings as of `comm_methods.channels`."""
+"""Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
 SHORTER, LONGER = (28, 208), (2600,)
 """Lengths in steps of the phases of these names on `llama-10m-long`.
 
@@ -421,7 +430,7 @@ def seeds_for(data: str, method: str) -> range:
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
-    for method, options in (VOCABULARY if data == "novels-8k" else SETTINGS).values():
+    for method, options in (VOCABULARY if data.endswith("8k") else SETTINGS).values():
         rate = best_rate(lines, data, method)
         if rate is None:
             raise SystemExit(f"run the sweep of {method} first")
