@@ -62,5 +62,6 @@ def test_check_modes_refuses_invalid_modes(modes: tuple[int, ...], message: str)
 
 @pytest.mark.parametrize(("size", "num_modes"), [(0, 3), (8, 0), (8, 6), (8, True)])
 def test_split_refuses_invalid_arguments(size: int, num_modes: int) -> None:
+    assert split(8, 1) == (8,)  # which is kept, and must not be found for True
     with pytest.raises(UserError, match="given"):
         split(size, num_modes)

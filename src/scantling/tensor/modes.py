@@ -23,7 +23,7 @@ _COPY_PRICE = 0.15
 """Fixed cost of any padding, as a share of the parameters, for the copies that pad and slice."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # True must not find the modes of 1
 def split(size: int, num_modes: int) -> tuple[int, ...]:
     """Return modes for a dimension, largest first, of similar size and with little padding.
 
