@@ -17,8 +17,7 @@ weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is 
 the scale of its weights.
 
 The training, dev and test texts are those of finetune_data.py; no text is in two of them. `bag of words` is a linear
-model of word counts. Results are lines of benchmarks/results/intent-accuracy.jsonl; no run is repeated. TT layers in
-lines without `gain: false` had a trainable scale each, a gain, which was removed.
+model of word counts. Results are lines of benchmarks/results/intent-accuracy.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.optim.registry import build_optimizer
-from scantling.tensor.layer import TTLayer
+from scantling.tensor.layer import GAIN_RATE, TTLayer
 from scantling.tensor.linear import TTLinear
 
 RESULT_FILE = RESULTS / "intent-accuracy.jsonl"
@@ -83,7 +82,9 @@ SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
 """Rows that take all rates of another row."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "tt": {},
+    "without gain": {"gain": 0.0},
     "gates at 10 times the rate of the run": {"gates": True, "control": 10.0},
+    "gates at 10 times the rate of the run, without gain": {"gates": True, "control": 10.0, "gain": 0.0},
     "gates at the rate of the run": {"gates": True, "control": 1.0},
     "target 0.5, gates at 10 times the rate of the run": {"target": 0.5, "control": 10.0},
     "target 0.5, gates at the rate of the run": {"target": 0.5, "control": 1.0},
@@ -118,7 +119,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tt-silu": {"form": "tt-silu"},
     "two modes": {"num_modes": 2},
     "dense embedding": {"embedding_rank": 0},
-    "init of 0.02": {"init_std": 0.02, "gain": False},
+    "init of 0.02": {"init_std": 0.02},
+    "init of 0.02 without gain": {"init_std": 0.02, "gain": 0.0},
+    "init of 0.02, gain at a tenth of the rate": {"init_std": 0.02, "gain": 0.1},
+    "gain at a tenth of the rate": {"gain": 0.1},
+    "init of 0.02, gates at 10 times the rate of the run, without gain": {
+        "init_std": 0.02,
+        "gates": True,
+        "control": 10.0,
+        "gain": 0.0,
+    },
     "dense, init of 0.02": {"form": "dense", "init_std": 0.02},
 }
 """Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
@@ -250,10 +260,10 @@ def draw_by_spectrum(model: nn.Module, power: float) -> None:
 
 @torch.no_grad()
 def restore_norms(model: nn.Module, norms: Mapping[str, float]) -> None:
-    """Give the weights of TT layers these norms, by their last cores."""
+    """Give the weights of TT layers these norms, by their gains."""
     for name, layer in model.named_modules():
         if isinstance(layer, TTLinear):
-            layer.cores[-1] *= norms[name] / float(layer.weight.norm())
+            layer.log_gain += np.log(norms[name] / float(layer.weight.norm())) / GAIN_RATE
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -298,7 +308,8 @@ def parameter_groups(model: nn.Module, spec: Spec) -> list[dict[str, Any]]:
     for group in groups:
         if spec["form"] == "dense" and group["role"] == "matrix":
             group["lr"] = layers
-        result.append(group)
+        gains = {id(param) for name, param in group["params"] if name.endswith("log_gain")}
+        result += split_group(group, gains, lr * spec.get("gain", 1.0))
     if spec.get("power"):
         result = [one for group in result for one in split_by_rms(group, model, spec["power"])]
     if spec.get("last_core"):

@@ -57,7 +57,7 @@ SMALL = Shape(vocabulary=512, width=128, intermediate=384, layers=2, length=128)
 """A model and a vocabulary that a CPU trains in minutes."""
 SWEEP_FEWER = 4
 MAIN = ("dense", "tt", "low rank", "cola", "dense narrow", "tt gates")
-OTHERS = ("tt silu", "tt silu gates", "low rank gates", "cola gates", "galore")
+OTHERS = ("tt without gain", "tt silu", "tt silu gates", "low rank gates", "cola gates", "galore")
 SEEDS = (1, 2, 3)
 
 

@@ -203,11 +203,13 @@ class Form:
         layers: `dense`, `narrow` (dense, with as many parameters in all as the TT model), or a format of `formats.py`.
         gates: True to train a gate for each rank, which is folded into the cores at the end.
         projected: True for GaLore.
+        gain: False to keep the gain of TT layers at 1.
     """
 
     layers: str
     gates: bool = False
     projected: bool = False
+    gain: bool = True
 
 
 FORMS = {
@@ -217,6 +219,7 @@ FORMS = {
     "cola": Form("cola"),
     "dense narrow": Form("narrow"),
     "tt": Form("tt"),
+    "tt without gain": Form("tt", gain=False),
     "tt silu": Form("tt silu"),
     "tt silu gates": Form("tt silu", gates=True),
     "low rank gates": Form("low rank", gates=True),
@@ -246,6 +249,9 @@ def build_model(form: Form, shape: Shape, fewer: float, dtype: torch.dtype) -> t
         return Decoder(own, dtype), None
     model = Decoder(shape, dtype)
     replace_linears(model, form.layers, 1.0 / fewer)
+    for module in model.modules():
+        if isinstance(module, TTLayer):
+            module.log_gain.requires_grad_(form.gain)
     # a size target of 1 prunes nothing: the adapter only attaches the gates
     return model, sc.RankAdapter(model, size_target=1.0) if form.gates else None
 
@@ -283,9 +289,13 @@ def build_groups(model: nn.Module, rates: Mapping[str, float]) -> list[dict[str,
         rates: `layers` for matrices and cores, `gates`, and `rest` for embeddings and norms.
     """
     groups = sc.param_groups(model, control_lr=rates["gates"])
+    gains = [pair for group in groups for pair in group["params"] if pair[0].endswith("log_gain")]
     for group in groups:
+        group["params"] = [pair for pair in group["params"] if not pair[0].endswith("log_gain")]
         group.setdefault("lr", rates["layers" if group["role"] == "matrix" else "rest"])
-    return groups
+    if gains:
+        groups.append({"params": gains, "lr": rates["layers"], "weight_decay": 0.0, "role": "vector"})
+    return [group for group in groups if group["params"]]
 
 
 class Projections:

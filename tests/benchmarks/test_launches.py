@@ -11,7 +11,7 @@ def test_stacks_and_kernels_save_launches() -> None:
     rows = {name: launches.count(shape=shape, **settings) for name, settings in launches.ROWS.items()}
     for ranks in ("TT", "TT, removed ranks"):
         alone, stacked = rows[f"{ranks}, before"], rows[ranks]
-        assert stacked["launches"] < 0.85 * alone["launches"]
+        assert stacked["launches"] < 0.7 * alone["launches"]
         assert stacked["products"] < 0.7 * alone["products"]
         assert stacked["kernels"] == 0
     assert rows["TT with kernels"]["by_name"]["contract_hidden"] == 3

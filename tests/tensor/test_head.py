@@ -127,9 +127,9 @@ def test_head_backward_saves_no_table(compiles: bool) -> None:
 
 def test_head_does_not_register_cores() -> None:
     model = Tied()
-    own = [*(f"table.cores.{n}" for n in range(4)), "head.bias"]
+    own = ["table.log_gain", *(f"table.cores.{n}" for n in range(4)), "head.bias"]
     assert [name for name, _ in model.named_parameters()] == own
-    assert len(model.state_dict()) == 5
+    assert len(model.state_dict()) == 6
     assert len(list(model.head.parameters())) == 1
 
 

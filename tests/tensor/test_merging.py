@@ -104,11 +104,14 @@ def pair(module: nn.Module | None = None, *, gates: bool = False, rank: int = 6)
     torch.manual_seed(0)
     stacked = sc.tensorize(Net().double() if module is None else module, rank=rank, filter_fn=lambda *_: True)
     for layer in stacked.modules():
-        if isinstance(layer, TTLayer) and gates:
-            layer.attach_gates(0.1)
+        if isinstance(layer, TTLayer):
             with torch.no_grad():
-                for gate in layer.rank_gates:
-                    gate.copy_(torch.linspace(-0.2, 1.0, len(gate)))
+                layer.log_gain += 0.01
+            if gates:
+                layer.attach_gates(0.1)
+                with torch.no_grad():
+                    for gate in layer.rank_gates:
+                        gate.copy_(torch.linspace(-0.2, 1.0, len(gate)))
     return stacked, without_stacks(copy.deepcopy(stacked))
 
 
@@ -208,7 +211,7 @@ def test_second_derivatives(device: str) -> None:
     results = []
     for model in pair(gates=True):
         loss = model(IDS).square().sum()
-        cores = [model.up[0].cores[1], model.down[2].rank_gates[0], model.up[1].cores[0]]
+        cores = [model.up[0].cores[1], model.down[2].rank_gates[0], model.up[1].log_gain]
         first = torch.autograd.grad(loss, cores, create_graph=True)
         sum(one.square().sum() for one in first).backward()
         results.append(gradients(model))
@@ -354,7 +357,7 @@ def test_changed_cores_and_frozen_layers() -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.data = param.data * 0.9
-        model.up[1].cores.requires_grad_(False)
+        model.up[1].set_trainable(False)
         model(IDS).square().sum().backward()
         results.append(gradients(model))
     assert_same(*results)

@@ -45,7 +45,7 @@ def test_tt_linear_documented_ranks_and_parameters() -> None:
     layer = sc.TTLinear(768, 768, rank=30, in_modes=(12, 8, 8), out_modes=(8, 8, 12), bias=True)
     assert layer.ranks == (1, 12, 30, 30, 30, 12, 1)
     assert sum(core.numel() for core in layer.cores) == 20_448
-    assert layer.num_parameters() == 20_448 + 768
+    assert layer.num_parameters() == 20_448 + 768 + 1
     assert [tuple(core.shape) for core in layer.cores][:3] == [(1, 12, 12), (12, 8, 30), (30, 8, 30)]
 
 

@@ -183,8 +183,11 @@ def _round_weights(module: nn.Module, done: set[int]) -> None:
     """Write the rounded weights of a layer into its parameters, except those in `done` (ids)."""
     layer: Any = module
     if is_tt(module):
-        # The rounded cores include gates.
-        rounded = [*zip(layer.cores, layer.gated_cores(), strict=True)]
+        # The rounded cores include gain and gates.
+        rounded = [
+            *zip(layer.cores, layer.gated_cores(), strict=True),
+            (layer.log_gain, torch.zeros_like(layer.log_gain)),
+        ]
         if layer.rank_gates is not None:
             gates = zip(layer.rank_gates, layer.active_ranks(), strict=True)
             rounded += [(gate, torch.where(is_active, 1.0, gate)) for gate, is_active in gates]

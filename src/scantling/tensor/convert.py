@@ -38,7 +38,6 @@ from scantling.tensor.replace import (
     record_tied_names,
     rename_tied_names,
     restore_dense_layers,
-    scale_of_random_weights,
 )
 from scantling.tensor.report import LayerReport, layer_report, log_errors, model_report, warn_if_trained
 from scantling.tensor.shared_input import fuse_shared_inputs
@@ -71,6 +70,8 @@ def tensorize(
     `filter_fn` is given, layers whose cores would have at least as many parameters as the dense weight are not
     replaced either.
 
+    Every TT layer has a trainable scale of its weight, `log_gain`, which is 1 at first; see `layer.GAIN_RATE`.
+
     Layers that share an input, recognized by their names in transformers, such as Q, K and V, multiply it in one
     product with the cores of all (`shared_input.py`).
 
@@ -98,10 +99,8 @@ def tensorize(
             `densify`.
         num_modes: modes of the inputs and of the outputs of linear layers, 1 to 5; default 3 for chains and 1 for thin
             matrices. Embeddings have 4 cores unless a pattern says otherwise.
-        init: `random`: draw the cores from torch's generator and scale them to the norm of the replaced weight. If most
-            weights are small for their layers, as with transformers' 0.02 in a narrow model, linear layers begin larger
-            (`scale_of_random_weights`). `svd`: use the closest cores that TT-SVD finds; a warning lists the errors if
-            one of them is 10 % or more.
+        init: `random`: draw the cores from torch's generator and scale them to the norm of the replaced weight. `svd`:
+            use the closest cores that TT-SVD finds; a warning lists the errors if one of them is 10 % or more.
         calibration: batches of typical inputs: mappings of keyword arguments (as transformers takes them), sequences of
             arguments, or tensors; a few dozen texts are enough. With `init="svd"`, linear layers and experts get cores
             that minimize the error of their outputs for these inputs instead of the error of their weights. The model
@@ -155,10 +154,8 @@ def tensorize(
     # Build and fill all layers before the model changes, so that an error leaves it as it is.
     if init == "random":
         warn_if_trained(candidates, has_svd="activation" not in linear)
-    scale = scale_of_random_weights(candidates) if init == "random" else 1.0
     replacements = [
-        (candidate, fill_layer(candidate, layer, init, whitened.get(candidate.module), scale))
-        for candidate, layer in selected
+        (candidate, fill_layer(candidate, layer, init, whitened.get(candidate.module))) for candidate, layer in selected
     ]
     reports = [
         layer_report(candidate, layer, init, whitened.get(candidate.module) if measured is not None else None)

@@ -308,7 +308,7 @@ class TTMEmbedding(TTLayer):
             dense_numel=weight.numel(),
             allow_larger=allow_larger,
         )
-        made.cores.requires_grad_(embedding.weight.requires_grad)
+        made.set_trainable(embedding.weight.requires_grad)
         # Lookups return zeros at `padding_idx`; without it they return the loaded row.
         if made.padding_idx is not None and bool(weight[made.padding_idx].any()):
             made.padding_idx = None

@@ -97,7 +97,7 @@ class TTLinear(TTLayer):
             self.out_modes = self.out_modes[::-1]  # largest modes outermost, where bonds are limited most
         self.set_empty_cores(clip_ranks(rank, (*self.in_modes, *self.out_modes)), device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        if self.chain[0].device.type != "meta":
+        if self.cores[0].device.type != "meta":
             self.reset_parameters()
 
     def reset_parameters(self, norm: float | None = None, generator: torch.Generator | None = None) -> None:
@@ -146,7 +146,7 @@ class TTLinear(TTLayer):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _pad_ranks(self) -> tuple[int, ...]:
-        costs = device_costs(self.chain[0].device)
+        costs = device_costs(self.log_gain.device)
         return self.ranks if costs.rank_multiple == 1 else tuple(map(costs.pad_rank, self.ranks))
 
     def network_at(self, ranks: tuple[int, ...]) -> Chain:
@@ -190,7 +190,7 @@ class TTLinear(TTLayer):
         network = self.network_at(self.padded_ranks)
         if self.formats is not None and self.formats.matmul is not None:
             return make_plan(network, num_tokens, self._many_token_steps)
-        return best_plan(network, num_tokens, costs=device_costs(self.chain[0].device))
+        return best_plan(network, num_tokens, costs=device_costs(self.log_gain.device))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return y = x W + bias: (..., in_features) to (..., out_features).
@@ -329,7 +329,7 @@ class TTLinear(TTLayer):
         )
         if linear.bias is not None:
             made.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
-        made.cores.requires_grad_(linear.weight.requires_grad)
+        made.set_trainable(linear.weight.requires_grad)
         return made.train(linear.training)
 
     def to_dense(self) -> nn.Linear:
@@ -349,7 +349,7 @@ class TTLinear(TTLayer):
         return 2 * self.plan(tokens).macs
 
     def num_parameters(self) -> int:
-        """Return the number of parameters in cores and bias."""
+        """Return the number of parameters in cores, gain and bias."""
         return super().num_parameters() + (0 if self.bias is None else self.out_features)
 
     def extra_repr(self) -> str:

@@ -135,7 +135,7 @@ def _can_stack(layer: TTLayer, trees: Sequence[Tree]) -> bool:
     """True if stacked products can merge these blocks and save time."""
     if all(isinstance(tree, int) for tree in trees) or _is_in_transform():
         return False
-    return block_numel(layer.network, trees) < _max_numel(layer.chain[0].device)
+    return block_numel(layer.network, trees) < _max_numel(layer.log_gain.device)
 
 
 def _max_numel(device: torch.device) -> int:
@@ -236,13 +236,13 @@ class _Merge:
             members, shape = tensors[i::num_tensors], list(tensors[i].shape)
             if i < self.num_cores:
                 shape[0], shape[-1] = self.ranks[i], self.ranks[i + 1]
-            else:  # the first gates belong to the first inner bond
-                shape = [self.ranks[i - self.num_cores + 1]]
+            elif i > self.num_cores:  # the gates follow the gain; the first one belongs to the first inner bond
+                shape = [self.ranks[i - self.num_cores]]
             stacks.append(_stack_padded(members, shape, self.paddings))
         return stacks
 
     def stacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the merged blocks of all layers, from stacks of their cores and gates."""
+        """Return the merged blocks of all layers, from stacks of their cores, gains and gates."""
         blocks = self._blocks(tensors, 1)
         return [
             pad_to(block, (len(block), self.padded_ranks[first], *block.shape[2:-1], self.padded_ranks[last + 1]))
@@ -250,13 +250,14 @@ class _Merge:
         ]
 
     def alone(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the merged blocks of one layer, from its cores and gates."""
+        """Return the merged blocks of one layer, from its cores, gain and gates."""
         return self._blocks(tensors, 0)
 
     def _blocks(self, tensors: Sequence[Tensor], num_stack_dims: int) -> list[Tensor]:
         cores: Sequence[Tensor] = tensors[: self.num_cores]
         if self.threshold is not None:
-            cores = scale_cores(cores, tensors[self.num_cores :], self.threshold, num_stack_dims)
+            gain, *gates = tensors[self.num_cores :]
+            cores = scale_cores(cores, gain, gates, self.threshold, num_stack_dims)
         done: dict[Tree, Tensor] = {}
         return [merge_block(cores, tree, num_stack_dims, done) for tree in self.trees]
 

@@ -9,7 +9,7 @@ and two tied embeddings share each core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeAlias
@@ -42,8 +42,6 @@ WhitenedWeights: TypeAlias = dict[str, list[WhitenedWeight]]
 linear layer under the empty name.
 """
 LAYERS = (TTLinear, TTMEmbedding, TTExperts, TTMHead)
-SMALL = 2 / 3
-"""Ratio of a weight's standard deviation to PyTorch's default, below which it is small for its layer."""
 
 
 @dataclass(frozen=True)
@@ -110,33 +108,7 @@ def _build_linear(shape: torch.Size, options: Mapping[str, Any], factory: Mappin
     return TTLinear(shape[1], shape[0], **options, bias=False, **factory)
 
 
-def scale_of_random_weights(candidates: Sequence[Candidate]) -> float:
-    """Return the factor by which random weights are larger than the weights they replace: 1 unless those are small.
-
-    transformers draws all weights with a standard deviation of 0.02, which suits a width of 768. Optimizers with
-    normalized steps repair the scale of a dense weight by all of its entries at once; cores cannot, at rates at which
-    their product is stable. If three quarters of the layers are below `SMALL` of PyTorch's default, 1 / sqrt(3 in), all
-    weights grow by one factor, which brings these layers to the default and keeps the ratios between layers.
-
-    Args:
-        candidates: to be replaced; embeddings among them do not count. None counts on the meta device.
-    """
-    ratios: list[float] = []
-    for candidate in candidates:
-        if is_embedding(candidate.module):
-            continue
-        for linears in dense_linears(candidate.module).values():
-            weight = linears[0].weight
-            if not weight.is_meta:
-                norm = check_weight(weight, candidate.name)
-                ratios.append(norm / weight.numel() ** 0.5 * (3.0 * linears[0].in_features) ** 0.5)
-    ratio = sorted(ratios)[3 * (len(ratios) - 1) // 4] if ratios else 1.0
-    return 1.0 / ratio if 0.0 < ratio < SMALL else 1.0
-
-
-def fill_layer(
-    candidate: Candidate, layer: Layer, init: Init, whitened: WhitenedWeights | None = None, scale: float = 1.0
-) -> Layer:
+def fill_layer(candidate: Candidate, layer: Layer, init: Init, whitened: WhitenedWeights | None = None) -> Layer:
     """Give a layer from `build_layer` its values and the parts of the replaced module that it keeps.
 
     Args:
@@ -144,7 +116,6 @@ def fill_layer(
         layer: on the meta device; it stays there if the weights are there.
         init: as in `scantling.tensorize`.
         whitened: weights with the Gram matrices of their inputs, for `svd`; None for the closest cores.
-        scale: norm of random weights relative to those they replace, except in embeddings.
 
     Raises:
         UserError: if a weight holds NaN or Inf, or is on the meta device with `svd`.
@@ -155,11 +126,10 @@ def fill_layer(
             experts = getattr(layer, part)
             for i, linear in enumerate(expert_linears(module, name)):
                 weight = None if whitened is None else whitened[part][i]
-                where = f"{candidate.name}.{name}[{i}]"
-                experts[i] = _with_values(experts[i], linear, init, where, weight, scale)
+                experts[i] = _with_values(experts[i], linear, init, f"{candidate.name}.{name}[{i}]", weight)
     elif isinstance(layer, TTLinear):
         weight = None if whitened is None else whitened[""][0]
-        layer = _with_values(layer, as_linear(module), init, candidate.name, weight, scale)
+        layer = _with_values(layer, as_linear(module), init, candidate.name, weight)
         layer.bias = module.bias  # the same parameter
     else:
         layer = _with_values(layer, module, init, candidate.name)
@@ -184,10 +154,8 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return linear
 
 
-def _with_values(
-    layer: Any, dense: Any, init: Init, name: str, whitened: WhitenedWeight | None = None, scale: float = 1.0
-) -> Any:
-    """Return such a layer with values: random with `scale` times the norm of the dense weight, or by SVD."""
+def _with_values(layer: Any, dense: Any, init: Init, name: str, whitened: WhitenedWeight | None = None) -> Any:
+    """Return such a layer with values: random with the norm of the dense weight, or by SVD."""
     weight = dense.weight
     if weight.device.type == "meta" and init == "random":
         return layer.requires_grad_(weight.requires_grad)
@@ -204,7 +172,7 @@ def _with_values(
         layer = _from_svd(layer, dense)
     else:
         layer.to_empty(device=weight.device)
-        _draw_cores(layer, scale * norm)
+        _draw_cores(layer, norm)
     return layer.requires_grad_(weight.requires_grad)
 
 

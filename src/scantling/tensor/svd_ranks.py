@@ -1,8 +1,8 @@
 """Ranks of the layers of a model from the singular values of their weights: by error per layer, or by total size.
 
-A layer of rank r has r * `rank_numel` parameters; as a dense layer it has `dense_numel`, and no error. The ranks for a
-total size minimize the squared error of the model's output, predicted as the sum over all layers of their squared
-relative errors times their effects (`calibration.py`).
+A layer of rank r has r * `rank_numel` parameters and `num_gains` gains; as a dense layer it has `dense_numel`, and no
+error. The ranks for a total size minimize the squared error of the model's output, predicted as the sum over all layers
+of their squared relative errors times their effects (`calibration.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class Spectrum:
         rank_numel: parameters per rank.
         dense_numel: parameters of the dense weight.
         effect: squared error of the model's output per squared relative error of the layer's output.
+        num_gains: parameters of any rank.
     """
 
     squared_errors: Tensor
     rank_numel: int
     dense_numel: int
     effect: float = 1.0
+    num_gains: int = 0
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Sequence[WhitenedWeight]], effect: float = 1.0) -> Spectrum:
@@ -47,14 +49,14 @@ class Spectrum:
         errors = nn.utils.rnn.pad_sequence(projections).amax(dim=1)
         matrices = [expert.matrix for experts in weights.values() for expert in experts]
         rank_numel, dense_numel = sum(sum(each.shape) for each in matrices), sum(each.numel() for each in matrices)
-        return cls(errors, rank_numel, dense_numel, effect)
+        return cls(errors, rank_numel, dense_numel, effect, num_gains=len(matrices))
 
     def points(self) -> list[Point]:
         """Return the choices that are not larger than the dense layer, by size; the last is the dense layer."""
         errors = self.squared_errors.tolist()
         # The largest rank with fewer parameters than the dense weight.
-        largest = min(len(errors) - 1, (self.dense_numel - 1) // self.rank_numel)
-        points = [(rank * self.rank_numel, errors[rank], rank) for rank in range(1, largest + 1)]
+        largest = min(len(errors) - 1, (self.dense_numel - self.num_gains - 1) // self.rank_numel)
+        points = [(rank * self.rank_numel + self.num_gains, errors[rank], rank) for rank in range(1, largest + 1)]
         return [*points, (self.dense_numel, 0.0, None)]
 
 

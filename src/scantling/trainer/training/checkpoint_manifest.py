@@ -19,7 +19,7 @@ from scantling.errors import UserError
 from scantling.files import no_follow
 from scantling.trainer.training.checkpoint_index import Count, Elsewhere, StrictModel
 
-FORMAT = 6
+FORMAT = 5
 MANIFEST = "manifest.json"
 MAX_BYTES = 1 << 28
 """Largest manifest that is written or read. 1,000 processes and 100,000 parameters take about 20 MB."""
