@@ -320,6 +320,7 @@ def resume_with_accelerate(folder: str) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(network(), demo(network()))
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # the first process may still be writing
     if dist.get_rank() == 1:
         with pytest.raises(UserError, match="this is the state of rank 0 of 2, here is 1 of 2"):
             accelerator.load_state(folder)
