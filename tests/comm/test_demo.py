@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from benchmarks.comm_reference import plain_exchange
-from scantling.comm import merge_local_states
+from scantling.comm import DemoExchange, merge_local_states
 from scantling.comm.demo import DeMo
 from scantling.comm.exchange import MomentumExchange
 from scantling.errors import UserError
@@ -356,3 +356,23 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError) as error:
         DeMo([nn.Parameter(torch.ones(4, 4))], **{"lr": 1e-3, **options})
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_momentum_of_fewer_replicas_is_by_their_shares(left_out: int) -> None:
+    """Each replica's gradient is its part of the sum over tokens times two; the other one counts in full."""
+
+    def work(replicas: ThreadGroup) -> Tensor:
+        net = nn.Linear(8, 8, bias=False)
+        nn.init.ones_(net.weight)
+        options = {"exchange": "dense", "dense": "fp32", "decay": 0.0}
+        made = DemoExchange(batch_shares=[3, 1], process_group=replicas, **options)
+        made.prepare(net)
+        share = 2 * [0.75, 0.25][replicas.rank]
+        net.weight.grad = torch.full_like(net.weight, torch.nan if replicas.rank == left_out else share)
+        made.exchange()
+        assert net.weight.grad is not None
+        return net.weight.grad
+
+    for found in together(2, work):
+        torch.testing.assert_close(found, torch.ones(8, 8))
