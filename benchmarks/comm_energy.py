@@ -10,7 +10,7 @@ process. At the same time each channel keeps its own residual r with error feedb
 g is the gradient (`momentum`, decay 0.95, or 1 for `everything`), or the way of five AdamW steps (`local steps`). The
 energy of a channel is 1 - sum |r - q|^2 / sum |r|^2 over the last half of the run: 1 if everything arrives at once, 0
 if nothing does. `fewer` is the energy if each block sent only as many of its selected coefficients as hold the most
-energy in signs with one scale; without a message format for that, it is an upper bound of what leaving out can gain.
+energy in signs with one scale. No message format can do that; it bounds the energy that leaving out could gain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from torch import Tensor
 
 import scantling as sc
 from scantling.comm.codec.block_group import BlockGroup
+from scantling.comm.config import make_config
 from scantling.comm.layout import make_block_groups
+from scantling.comm.param_groups import INTERNAL_DEFAULTS
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.models.build import recipe_task
@@ -39,8 +41,8 @@ from scantling.trainer.tasks import get_task
 from scantling.trainer.training.build import build_run_model
 
 EVERY = 5
-DEFAULTS = {"chunk": 64, "topk": 8, "values": "sign", "dense": "sign", "decay": 0.95, "residual": "fp32"}
-GROUP = {**DEFAULTS, "transform": "dct", "role": "matrix", "matrix_dims": None, "compat": None}
+OPTIONS = make_config({"topk": 8, "values": "sign", "dense": "sign"}).group_options
+GROUP = {**OPTIONS, **INTERNAL_DEFAULTS, "role": "matrix"}
 CHANNELS: dict[str, dict[str, dict[str, Any]]] = {
     "momentum": {
         "everything, signs": {"role": "vector"},

@@ -154,7 +154,6 @@ WORKS["shapes-vit"] = replace(
         "overrides": {"patch_size": 4, "hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4},
     },
     steps=1500,
-    dense_lr=1e-3,
     methods=("ddp fp32", "ddp, one rate", LOCAL, BETA1_0),
     seeds=range(1, 4),
     few_seeds=range(1, 4),

@@ -122,7 +122,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "init of 0.02": {"init_std": 0.02},
     "init of 0.02 without gain": {"init_std": 0.02, "gain": 0.0},
     "init of 0.02, gain at a tenth of the rate": {"init_std": 0.02, "gain": 0.1},
-    "gain at a tenth of the rate": {"gain": 0.1},
     "init of 0.02, gates at 10 times the rate of the run, without gain": {
         "init_std": 0.02,
         "gates": True,

@@ -226,12 +226,11 @@ def test_small_outer_steps_move_weights_in_bf16(kind: str) -> None:
     def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START).bfloat16()
         inner = torch.optim.SGD(net.parameters(), lr=1.0)
-        options: dict[str, Any] = {"sync_every": 1, "outer_lr": 2.0**-13, "dense": "fp32"}
+        options: dict[str, Any] = {"sync_every": 1, "outer_lr": 2.0**-13, "dense": "fp32", "process_group": replicas}
         if kind == "diloco":
             made = diloco(inner, sc.param_groups(net), outer_momentum=0.0, **options)
         else:
             made = sparseloco(inner, sc.param_groups(net), topk=64, chunk=8, decay=0.0, values="fp32", **options)
-        made.exchange.replicas = replicas
         for _ in range(64):
             for param in net.parameters():
                 param.grad = torch.full_like(param, 0.5)
@@ -276,13 +275,13 @@ def test_frozen_parameters_keep_their_dtype_and_are_not_saved() -> None:
         made.step()
         assert net.packed.tolist() == [1524280945, -7]
         assert [anchor.dtype for anchor in made.anchors] == [torch.int32, torch.bfloat16, torch.float32]
-        assert [*made.low_bits()] == [2]
+        assert [*made.wide_anchors()] == [2]
         # trained from now on
         net.base.requires_grad_()
         net.base.grad = torch.ones_like(net.base)
         made.step()
         assert made.anchors[1].dtype == torch.float32
-        assert [*made.low_bits()] == [1, 2]
+        assert [*made.wide_anchors()] == [1, 2]
 
     together(2, work)
 

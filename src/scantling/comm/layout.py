@@ -120,7 +120,7 @@ def update_layout(
     step: int,
     compared_keys: Sequence[str],
     compared_values: Mapping[str, Any],
-    is_elementwise: bool = False,
+    is_elementwise: bool,
 ) -> Layout:
     """Return `last` if it is up to date, else a new layout, which is compared with those of the other replicas.
 

@@ -79,7 +79,7 @@ class LocalStepsExchange(GradientExchange):
         exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
         exchange.announces = False  # the loop prints `describe`
         if self._outer is None:
-            _start_alike(exchange)
+            _broadcast_first_weights(exchange)
         outer = OuterOptimizer(exchange, **self._outer_options)
         exchange.is_elementwise = not self._changes_ranks
         if self._outer is not None:  # parameters have new shapes
@@ -183,7 +183,7 @@ class LocalStepsExchange(GradientExchange):
             **self.outer.exchange.local_state_dict()["residuals"],
             **{_OWN + name: value.clone() for name, value in own.items()},
             **{_OUTER + names[idx]: value for idx, value in self.outer.momenta.items()},
-            **{_ANCHOR + names[idx]: value for idx, value in self.outer.low_bits().items()},
+            **{_ANCHOR + names[idx]: value for idx, value in self.outer.wide_anchors().items()},
             "step": self.outer.exchange.step,
             "steps": self.outer.steps,
         }
@@ -202,7 +202,7 @@ class LocalStepsExchange(GradientExchange):
         self.outer.is_synchronized = not own
         names = [*self._named_parameters()]
         anchors = {idx: tensors[_ANCHOR + name] for idx, name in enumerate(names) if _ANCHOR + name in tensors}
-        self.outer.load_low_bits(anchors)
+        self.outer.load_wide_anchors(anchors)
         self.outer.momenta = {
             idx: tensors[_OUTER + name].to(self.outer.anchors[idx])
             for idx, name in enumerate(names)
@@ -213,7 +213,7 @@ class LocalStepsExchange(GradientExchange):
 
 
 @torch.no_grad()
-def _start_alike(exchange: MomentumExchange) -> None:
+def _broadcast_first_weights(exchange: MomentumExchange) -> None:
     """Give all replicas the weights of the first one if they differ: processors may draw other values by one seed."""
     replicas, params = exchange.replicas, exchange.residuals.params
     if replicas.world_size == 1 or find_mismatch(replicas, params) is None:

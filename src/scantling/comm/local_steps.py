@@ -98,7 +98,7 @@ class OuterOptimizer:
                 "started from. With a TorchFTGroup use sc.DeMo"
             )
         # p0: replicas start from the same parameters, which the exchange checks.
-        self.anchors = [_widened(to_local(param), param.requires_grad).clone() for param in self._params]
+        self.anchors = [to_local(param).detach().to(anchor_dtype(param), copy=True) for param in self._params]
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
@@ -137,8 +137,9 @@ class OuterOptimizer:
     def synchronize(self) -> None:
         """Exchange pseudo-gradients, and take the outer step. Collectives and errors as of `advance`."""
         for idx, param in enumerate(self._params):
-            anchor = self.anchors[idx] = _widened(self.anchors[idx], param.requires_grad)
-            part = to_local(param)
+            if param.requires_grad:  # perhaps since the last exchange
+                self.anchors[idx] = self.anchors[idx].to(anchor_dtype(param))
+            anchor, part = self.anchors[idx], to_local(param)
             start = anchor.to(part.dtype)
             # d = p0 - p, times N by the share of the replica
             moved = start - part
@@ -152,17 +153,14 @@ class OuterOptimizer:
         mean = self.exchange.decode_momentum()
         assert mean is not None  # there is a result in every exchange of a static group
         self.wire_bytes = self.exchange.wire_bytes
-        correction = self._correction()
+        # The weights of the mean add up to less or more if replicas were left out.
+        correction = mean_correction(self._shares, self.exchange.nonfinite_ranks)
         for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
             param.grad = None  # pseudo-gradients must not add to the next local gradients
             if param.requires_grad:
                 anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype), correction)
             to_local(param).copy_(anchor)
         self.is_synchronized = True
-
-    def _correction(self) -> float:
-        """Return the factor of the mean, whose weights add up to less or more if replicas were left out."""
-        return mean_correction(self._shares, self.exchange.nonfinite_ranks)
 
     def _outer_step(self, idx: int, mean: Tensor, correction: float) -> Tensor:
         """Return the step of SGD with Nesterov momentum; overwrites the mean pseudo-gradient D.
@@ -190,20 +188,20 @@ class OuterOptimizer:
             has_moved = anchor.to(part.dtype) != part
             anchor.copy_(part if anchor.dtype == part.dtype else torch.where(has_moved, part.to(anchor.dtype), anchor))
 
-    def low_bits(self) -> dict[int, Tensor]:
+    def wide_anchors(self) -> dict[int, Tensor]:
         """Return the anchors with more bits than their parameters, by index."""
         pairs = zip(self._params, self.anchors, strict=True)
         return {idx: anchor for idx, (param, anchor) in enumerate(pairs) if anchor.dtype != param.dtype}
 
     @torch.no_grad()
-    def load_low_bits(self, anchors: Mapping[int, Tensor]) -> None:
-        """Load what `low_bits` returned, after the parameters, which count where they differ by more than rounding."""
+    def load_wide_anchors(self, anchors: Mapping[int, Tensor]) -> None:
+        """Load the result of `wide_anchors` after the parameters, which count if they differ by more than rounding."""
         for idx, anchor in anchors.items():
             self.anchors[idx] = anchor.to(self.anchors[idx].device, copy=True)
         self.adopt_parameters()
 
     def transfer_state(self, other: OuterOptimizer) -> None:
-        """Continue from another one, over parameters some of which have been sliced or are gone.
+        """Continue from another one, whose parameters may have been sliced or removed since.
 
         Both must be synchronized.
         """
@@ -227,9 +225,10 @@ class OuterOptimizer:
             self.momenta[number] = self.momenta[number].index_select(dim, index)
 
 
-def _widened(value: Tensor, is_trained: bool) -> Tensor:
-    is_narrow = value.dtype in (torch.bfloat16, torch.float16)
-    return value.detach().float() if is_trained and is_narrow else value.detach()
+def anchor_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's anchor: fp32 if it is trained in bf16 or fp16, else its own."""
+    is_narrow = param.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if param.requires_grad and is_narrow else param.dtype
 
 
 def mean_correction(shares: Sequence[float], left_out: Sequence[int]) -> float:

@@ -87,7 +87,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         state = self.exchange.state_dict()
         if self.outer is not None:
             state["steps"], state["optimizer"] = self.outer.steps, self._trainer.optimizer.state_dict()
-            state["anchors"] = self.outer.low_bits()
+            state["anchors"] = self.outer.wide_anchors()
         return state
 
     def _read_state(self, folder: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         if self.outer is not None:
             check_state_keys(state, "the callback with local_steps", ("steps", "optimizer", "anchors"))
             self.outer.steps = state["steps"]
-            self.outer.load_low_bits(state["anchors"])
+            self.outer.load_wide_anchors(state["anchors"])
             self._trainer.optimizer.load_state_dict(state["optimizer"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -43,7 +43,7 @@ def recipe_of(folder: Path, *, clip: float | None = 1.0, **sections: Any) -> dic
     ],
     ids=["allreduce", "everything sent by demo", "sharded"],
 )
-def test_every_token_counts_alike(processes: int, sections: dict[str, Any], tmp_path: Path) -> None:
+def test_all_tokens_have_the_same_weight(processes: int, sections: dict[str, Any], tmp_path: Path) -> None:
     """With `demo` each process clips its own gradient, so that clipping would differ."""
     clip = None if "comm" in sections else 1.0
     alone = train_run(recipe_of(tmp_path, clip=clip, comm=sections.get("comm", {})), tmp_path, "alone", 1)
@@ -126,8 +126,8 @@ def test_advice_to_shard_leaves_out_the_shares(tmp_path: Path) -> None:
     assert shard == {"parallel.shard": 2, "parallel.batch_shares": None}
 
 
-def test_momentum_of_fewer_replicas_is_by_their_shares(tmp_path: Path) -> None:
-    """Rank 1 has a NaN in step 3, and the momentum of rank 0, with three quarters of the batch, counts in full."""
+def test_run_goes_on_if_a_replica_with_its_share_is_left_out(tmp_path: Path) -> None:
+    """Rank 1 has a NaN in step 3."""
     recipe = recipe_of(tmp_path, **WHOLE, parallel={"batch_shares": [3, 1]})
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     done = scantling("train", path, "--run-dir", tmp_path / "run", processes=2, before=poisoned.patch)

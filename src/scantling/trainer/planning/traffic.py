@@ -31,6 +31,7 @@ def plan_traffic(
         parts: groups of the parameters that are gathered together; empty if the model is not sharded.
     """
     from scantling.comm import allreduce_wire_bytes, sharded_wire_bytes
+    from scantling.comm.local_steps import anchor_dtype
     from scantling.trainer.models.sharding import gradient_ratio, whole_parameters
 
     recipe, world_size, comm = run.recipe, run.world_size, chosen_comm(run)
@@ -56,10 +57,7 @@ def plan_traffic(
     sent += round(_bytes_per_step(comm, exchange, replicas))
     # local steps keep the common weights, and the outer momentum
     copies = 0 if comm.keeps_replicas_equal else 2 if comm.outer_momentum else 1
-    anchors = sum(
-        param.numel() * (max(4, param.element_size()) if param.requires_grad else param.element_size())
-        for param in local.values()
-    )
+    anchors = sum(param.numel() * anchor_dtype(param).itemsize for param in local.values())
     return sent, exchange.planned_state_bytes() + copies * anchors
 
 

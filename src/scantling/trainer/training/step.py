@@ -85,8 +85,8 @@ class Stepper:
         self.tensor = tensor
         self.clip, self.compute, self.release = clip, compute, release
         weights = [1] * context.world_size if batch_weights is None else batch_weights
-        # times as many tokens in a step as this replica has
-        self._all_by_own = sum(weights) / (weights[context.rank] * context.num_shards)
+        # tokens of all replicas for each token of this one
+        self._token_ratio = sum(weights) / (weights[context.rank] * context.num_shards)
         self.scaler = SharedGradScaler(context.device.type, enabled=compute == "fp16")
         self.forward_model = exchange.prepare(model)
         self.watch = Stopwatch(context.device)
@@ -169,8 +169,8 @@ class Stepper:
         flags = [float(self.exchange.local_nonfinite and rank == self.context.rank) for rank in self._ranks]
         self.unsummed.append([*own, *flags])
         if not self.exchange.is_synchronized and len(self.unsummed) < MOST_UNSUMMED:
-            return StepResult(loss, norm, round(own[2] * self._all_by_own), False, False)
-        reported = sum(round(row[2] * self._all_by_own) for row in self.unsummed[:-1])
+            return StepResult(loss, norm, round(own[2] * self._token_ratio), False, False)
+        reported = sum(round(row[2] * self._token_ratio) for row in self.unsummed[:-1])
         rows = torch.tensor(self.unsummed, dtype=torch.float64, device=self.context.device)
         self.unsummed = []
         # the processes of a replica have the same row
