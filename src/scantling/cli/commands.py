@@ -74,7 +74,8 @@ def _train(
         dense = allreduce_wire_bytes(metrics["gradient_bytes"], processes)
         compared = f", instead of {format_bytes(dense)} for all gradients" if dense > sent else ""
         ratio = f" ({dense / sent:.0f} times less)" if dense > 2 * sent else ""
-        text = f"each of {processes} processes sent {format_bytes(sent)} per step{compared}{ratio}"
+        who = f"each of {processes} processes" if processes > 1 else "this replica"
+        text = f"{who} sent {format_bytes(sent)} per step{compared}{ratio}"
         console.print(text, markup=False)
     console.print(f"report      {result.run_dir / 'report.html'}", markup=False)
     console.print(f"checkpoints {result.run_dir / 'checkpoints'}", markup=False)

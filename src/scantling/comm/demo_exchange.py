@@ -13,6 +13,7 @@ from scantling.comm.ddp import average_buffers
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
 from scantling.comm.local_steps import mean_correction
+from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import clip_gradients, total_norm
 from scantling.errors import UserError
 from scantling.groups import param_groups
@@ -46,7 +47,7 @@ class DemoExchange(GradientExchange):
         clip: largest norm of a replica's own gradient, or None.
         batch_shares: relative shares of the replicas in a batch, in proportion to which their gradients are scaled;
             equal by default.
-        process_group: of the replicas; default all processes.
+        process_group: of the replicas, also a `TorchFTGroup`; default all processes.
         options: of `MomentumExchange`.
     """
 
@@ -61,12 +62,15 @@ class DemoExchange(GradientExchange):
         if clip is not None and options.get("overlap"):
             raise UserError("overlap sends gradients before their global norm is known, by which they would be clipped")
         self.clip, self.process_group, self.options = clip, process_group, options
+        self.is_elastic = isinstance(process_group, ReplicaGroup) and not process_group.is_static
         self._shares = batch_shares
         self._inner: MomentumExchange | None = None
 
     def describe(self) -> str:
         """Return the layout and the strategy of the messages."""
         inner = self.inner
+        if self.is_elastic:
+            return f"{inner}\n  exchange among the replicas of each step"
         return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -89,7 +93,12 @@ class DemoExchange(GradientExchange):
         # If the norm is not finite, the exchange leaves out the gradients.
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             clip_gradients(params, self.clip, self.norm)
-        inner.exchange()
+        if self.share != 1.0:
+            for param in params:
+                if param.grad is not None:
+                    param.grad *= self.share
+        has_result = inner.exchange()
+        self.is_applied = has_result or not self.is_elastic
         # over all processes: those that share a replica see different data, too
         self.wire_bytes = inner.wire_bytes + average_buffers(self._model)
         self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
@@ -107,7 +116,7 @@ class DemoExchange(GradientExchange):
         return self._inner
 
     def metrics(self) -> dict[str, Any]:
-        """Return the bytes of the residuals, and the divergence of the replicas once it was measured."""
+        """Return the bytes of the residuals, the replicas if they change, and their divergence once it was measured."""
         divergence = self.inner.replica_divergence
         num_bytes = sum(
             value.nbytes
@@ -115,7 +124,11 @@ class DemoExchange(GradientExchange):
             for key, value in state.items()
             if key.startswith("residual")
         )
-        return {"residual_bytes": num_bytes, **({} if divergence is None else {"replica_divergence": divergence})}
+        return {
+            "residual_bytes": num_bytes,
+            **({"replicas": self.inner.replicas.world_size} if self.is_elastic else {}),
+            **({} if divergence is None else {"replica_divergence": divergence}),
+        }
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         self.inner.slice_state(param, dim, index)

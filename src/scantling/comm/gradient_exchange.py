@@ -25,6 +25,9 @@ class GradientExchange:
         norm: of this process's own gradient before the exchange, if a norm after it has no meaning; else None.
         keeps_replicas_equal: False if weights and optimizer states differ between replicas.
         needs_warm_up_pass: True if the first backward pass changes the order in which later ones are summed.
+        is_elastic: True if replicas leave and join; a replica is then a run of one process.
+        is_applied: False if the last exchange broke, because a replica left; every `.grad` is then None.
+        share: of an elastic replica, its part of the batch relative to the mean of all replicas.
     """
 
     wire_bytes: int = 0
@@ -34,6 +37,9 @@ class GradientExchange:
     norm: Tensor | None = None
     keeps_replicas_equal: bool = True
     needs_warm_up_pass: ClassVar[bool] = False
+    is_elastic: bool = False
+    is_applied: bool = True
+    share: float = 1.0
 
     def describe(self) -> str | None:
         """Return a description of the messages for the log of a run; None if there is nothing to report."""

@@ -125,13 +125,34 @@ class BatchSource:
         size, total = sampler.batch_size, sum(weights)
         if any(size * weight % total for weight in weights):
             raise ValueError(f"processes with shares {weights} cannot divide a batch of {size} into whole samples")
-        first, end = (size * sum(weights[:number]) // total for number in (rank, rank + 1))
-        # Micro-batches never cross the end of this rank's share; the last one may be smaller.
-        cuts = range(first, end, micro_batch_size)
-        self._slices = [slice(begin, min(begin + micro_batch_size, end)) for begin in cuts]
         self._dataset, self._collate, self._sampler = dataset, collate, sampler
-        self._workers, self._pin = workers, pin_memory
+        self._workers, self._pin, self._micro_batch_size = workers, pin_memory, micro_batch_size
         self._batches: Iterator[Batch] | None = None
+        self._take(size * sum(weights[:rank]) // total, size * weights[rank] // total)
+
+    def _take(self, first: int, count: int) -> None:
+        """Take these samples of each global batch from the next step on."""
+        # Micro-batches never cross the end of this rank's share; the last one may be smaller.
+        cuts, end = range(first, first + count, self._micro_batch_size), first + count
+        self._slices = [slice(begin, min(begin + self._micro_batch_size, end)) for begin in cuts]
+
+    def divide(self, rank: int, world_size: int) -> float:
+        """Take the share of this rank among another number of processes from the next step on; not with workers.
+
+        Shares may differ by a sample. With more processes than samples, some processes have the same one.
+
+        Returns:
+            The samples of this process, relative to the mean of all processes.
+        """
+        assert self._workers == 0, "workers have made batches of the old share"
+        size = self._sampler.batch_size
+        firsts = [size * other // world_size for other in range(world_size)]
+        counts = [max(1, size * (other + 1) // world_size - first) for other, first in enumerate(firsts)]
+        before = self._slices
+        self._take(firsts[rank], counts[rank])
+        if self._slices != before:
+            self._batches = None
+        return counts[rank] * world_size / sum(counts)
 
     @property
     def epoch(self) -> int:

@@ -369,7 +369,7 @@ def _check_release(content: Content) -> Iterator[Fault]:
 
 
 _LOCAL = "comm.name: local_steps or diloco"
-_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL}
+_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL, "elastic": "comm.name: demo"}
 """Methods that alone have a key."""
 
 
@@ -385,7 +385,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if name in ("local_steps", "diloco"):
         yield from _check_local_steps(content)
     else:
-        for key in _USERS:
+        for key in ("outer_lr", "outer_momentum"):
             if _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", f"has an effect with {_USERS[key]} alone")
     if _changed(comm, CommSection, "find_unused_parameters"):
@@ -423,10 +423,30 @@ def _check_comm(content: Content) -> Iterator[Fault]:
         yield Fault("comm.name", problem, "precision.compute: fp16")
 
 
+def _check_elastic(content: Content) -> Iterator[Fault]:
+    if get_section(content, "comm").get("elastic") is not True:
+        return
+    for section, key, least, why in (
+        ("comm", "delay", 0, "needs replicas that stay"),
+        ("comm", "overlap", False, "needs replicas that stay"),
+        ("comm", "sync_every", 1, "is not possible with replicas that leave"),
+        ("comm", "budget", None, "is for a known number of replicas"),
+        ("comm", "link", None, "is for a known number of replicas"),
+        ("data", "workers", 0, "make batches ahead, of a share that may change"),
+        ("parallel", "shard", 1, "divides a model among processes of one run, and each elastic replica is a run"),
+        ("parallel", "replicate", None, "counts replicas, whose number changes"),
+        ("parallel", "batch_shares", None, "counts replicas, whose number changes"),
+        ("tensor", "size_target", None, "changes shapes, which a joining replica could not take over"),
+    ):
+        given = get_section(content, section).get(key, least)
+        if given not in (least, None):
+            yield Fault(f"{section}.{key}", f"{why}; leave it or comm.elastic out", str(given))
+
+
 def _check_local_steps(content: Content) -> Iterator[Fault]:
     comm, precision = (get_section(content, name) for name in ("comm", "precision"))
     name = comm["name"]
-    unused = ("delay", "overlap", *(SELECTION_OPTIONS if name == "diloco" else ()))
+    unused = ("delay", "overlap", "elastic", *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):
             yield Fault(f"comm.{key}", "has no effect here; leave it out", f"comm.name: {name}")
@@ -571,6 +591,7 @@ CHECKS: tuple[Callable[[Content], Iterator[Fault]], ...] = (
     _check_optim,
     _check_release,
     _check_comm,
+    _check_elastic,
     _check_parallel,
     _check_graph,
     _check_parameters,

@@ -358,6 +358,9 @@ class CommSection(Section):
     """Local steps: learning rate of the outer step. Default with diloco: 0.7."""
     outer_momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Local steps: Nesterov momentum of the outer step. Default with diloco: 0.9."""
+    elastic: bool = False
+    """demo: true for replicas that leave and join during the run, with torchft. Each is one process, started without
+    torchrun, with its own run directory, and finds the others through the lighthouse at `TORCHFT_LIGHTHOUSE`."""
     budget: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?([kMG]?B)/step$")] | None = None
     """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses the largest `topk` of
     demo, or the smallest `sync_every` of local steps."""

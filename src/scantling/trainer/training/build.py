@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,7 @@ from scantling.trainer.recipe import Recipe
 from scantling.trainer.reporting.format import format_bytes
 from scantling.trainer.tasks.chunked_loss import check_same_loss
 from scantling.trainer.training.checkpoint import Checkpointer
+from scantling.trainer.training.elastic import ElasticReplicas
 from scantling.trainer.training.evaluate import evaluate_heldout
 from scantling.trainer.training.loop import Loop
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
@@ -92,7 +94,8 @@ def build_loop(
         if recipe.accumulates_in_blocks(context.world_size):
             checkpoint_in_parts(model, recipe.micro_batch_size(context.world_size))
     groups = [] if context.mesh is None else shard_groups(model, recipe.parallel)
-    exchange = build_exchange(run, groups, context)
+    elastic = ElasticReplicas(recipe.comm.timeout) if recipe.comm.elastic else None
+    exchange = build_exchange(run, groups, context, elastic)
     if meta is not None and context.mesh is not None:
         shard_run_model(meta, groups, recipe, context)
     if meta is not None and not meta.is_probed:
@@ -101,7 +104,8 @@ def build_loop(
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
     optimizer = build_run_optimizer(recipe, model, context.device)
-    _seed_generators(settings.seed + 1 + context.rank)  # dropout differs between ranks, weights do not
+    # dropout differs between replicas, weights do not
+    _seed_generators(settings.seed + 1 + (context.rank if elastic is None else int.from_bytes(os.urandom(4), "big")))
     stepper = Stepper(
         model,
         run.task,
@@ -143,6 +147,7 @@ def build_loop(
         fingerprint=data.info.get("fingerprint"),
         recipe=recipe.model_dump(mode="json"),
         first_phase=describe_first_step(recipe),
+        elastic=elastic,
     )
 
 
@@ -223,7 +228,9 @@ def build_run_model(run: ResolvedRun) -> Any:
         return convert_model(model, recipe)
 
 
-def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: DistContext) -> GradientExchange:
+def build_exchange(
+    run: ResolvedRun, groups: Sequence[ShardGroup], context: DistContext, elastic: ElasticReplicas | None = None
+) -> GradientExchange:
     """Build the gradient exchange between processes; without communication for a single process with allreduce.
 
     Args:
@@ -231,9 +238,10 @@ def build_exchange(run: ResolvedRun, groups: Sequence[ShardGroup], context: Dist
             others leave it to the step.
         groups: of a sharded model, see `shard_groups`.
         context: of this process.
+        elastic: replicas that leave and join; None if they stay.
     """
     recipe, section, mesh = run.recipe, chosen_comm(run), context.mesh
-    replicas = None if mesh is None else mesh[REPLICATE]
+    replicas = elastic.group if elastic is not None else None if mesh is None else mesh[REPLICATE]
     between: GradientExchange | None = None
     if section.name == "demo":
         weights = recipe.batch_weights(context.world_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scantling.comm import DemoExchange
 from scantling.comm.transport.background import WAIT_S
 from scantling.distributed.context import DistContext
 from scantling.errors import NonFiniteError, RunError, ScantlingError, SilentPeerError, first_line
@@ -38,6 +39,7 @@ from scantling.trainer.training.checkpoint_state import (
     rng_state,
     tensor_state,
 )
+from scantling.trainer.training.elastic import ElasticReplicas, JoinedState
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
 from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.signals import StopSignal
@@ -72,6 +74,7 @@ class Loop:
         fingerprint: of the prepared data, saved in checkpoints.
         recipe: as JSON values, saved in checkpoints.
         first_phase: text for the first step, which takes longer than others.
+        elastic: replicas that leave and join; None if they stay.
     """
 
     def __init__(
@@ -89,11 +92,12 @@ class Loop:
         fingerprint: str | None = None,
         recipe: dict[str, Any] | None = None,
         first_phase: str = "first step",
+        elastic: ElasticReplicas | None = None,
     ) -> None:
         self.stepper, self.batches, self.schedule = stepper, batches, schedule
         self.evaluate, self.checkpointer, self.sink = evaluate, checkpointer, sink
         self.memory, self.energy, self.model_stats = memory, energy, model_stats
-        self.fingerprint, self.recipe = fingerprint, recipe
+        self.fingerprint, self.recipe, self.elastic = fingerprint, recipe, elastic
         self.step = 0
         self.tokens = 0
         self._first_phase: str | None = first_phase
@@ -117,6 +121,8 @@ class Loop:
         is_stopped = False
         try:
             with StopSignal() as stop:
+                if self.elastic is not None:
+                    self._join(self.elastic)
                 self.sink.phase("first batch")
                 while self.step < self.schedule.steps and not is_stopped:
                     is_stopped = self._run_step(stop)
@@ -130,6 +136,10 @@ class Loop:
         """Take one step, evaluate, record and save; True if the run stops before its end."""
         # 1. learning rate and batches
         began = time.perf_counter()
+        if self.elastic is not None:
+            self._find_replicas(self.elastic)
+            if self.step >= self.schedule.steps:  # taken over from a replica that has finished
+                return False
         step = self.step + 1
         lr = self._set_lr(step)
         self.stepper.watch.start()
@@ -147,6 +157,9 @@ class Loop:
         )
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
+        if not result.is_applied:
+            self.sink.message(f"step {step} is repeated, because a replica has left")
+            return False
         self.step, self.tokens = step, self.tokens + result.num_tokens
         # 3. evaluation, 4. record, 5. checkpoint
         record = self._make_record(result, seconds, step_s, lr)
@@ -155,15 +168,47 @@ class Loop:
             record |= self._evaluate(self.evaluate)
         self._record(record)
         if result.stop or self.schedule.saves_after(step):
-            self._finish_save()
-            self.sink.phase("writing a checkpoint")
-            self.sink.sync()
-            self._saving = step, self.save()
-            self.sink.phase(None)
+            self._start_save()
         if not self.checkpointer.is_writing and not self.checkpointer.has_failed:
             self._finish_save()
         # a signal in the last step changes nothing: the run is complete
         return result.stop and step < self.schedule.steps
+
+    def _join(self, elastic: ElasticReplicas) -> None:
+        """Make the state of this replica available to others that join."""
+        exchange, progress = self.stepper.exchange, JoinedState(self._progress, self._load_progress)
+        assert isinstance(exchange, DemoExchange), "a checked recipe asks for this with demo only"
+        elastic.join(self.step, self.model, self.stepper.optimizer, exchange.inner, progress)
+
+    def _find_replicas(self, elastic: ElasticReplicas) -> None:
+        """Find out who takes part in the next step, take over their state if this replica has none, and its share."""
+        step, members = self.step, elastic.group.world_size
+        try:
+            elastic.begin_step()
+        except RunError:
+            self._start_save()  # the error ends the run
+            raise
+        if self.step != step:
+            self.sink.message(f"took over the state of step {self.step} from another replica")
+        if elastic.group.world_size != members:
+            self.sink.message(f"step {self.step + 1}: {elastic.group.world_size} replicas")
+        self.stepper.exchange.share = self.batches.divide(elastic.group.rank, elastic.group.world_size)
+
+    def _progress(self) -> dict[str, Any]:
+        """Return the position in the run, as JSON values."""
+        return {"step": self.step, "tokens": self.tokens, "data": self.batches.state_dict()}
+
+    def _load_progress(self, values: Mapping[str, Any]) -> None:
+        self.step, self.tokens = values["step"], values["tokens"]
+        self.batches.load_state_dict(values["data"])
+
+    def _start_save(self) -> None:
+        """Save a checkpoint of the last step, in the background if the recipe says so."""
+        self._finish_save()
+        self.sink.phase("writing a checkpoint")
+        self.sink.sync()
+        self._saving = self.step, self.save()
+        self.sink.phase(None)
 
     def _finish_save(self, timeout_s: float | None = None) -> None:
         """Wait until the last checkpoint is on all disks, and report it; arguments and errors as of `wait`."""
@@ -258,10 +303,8 @@ class Loop:
         """Save a checkpoint of the current state, and return its folder. Collectives: those of `Checkpointer.save`."""
         progress = State(
             values={
-                "step": self.step,
-                "tokens": self.tokens,
+                **self._progress(),
                 "recipe": self.recipe,
-                "data": self.batches.state_dict(),
                 "fingerprint": self.fingerprint,
                 "scaler": self.stepper.scaler.state_dict(),
                 "joules": self._joules(),
@@ -322,10 +365,9 @@ class Loop:
             self.stepper.unsummed = own.get("unsummed", [])
         self.stepper.reset_graphs()
         # this also takes back the batch of the rehearsal
-        self.batches.load_state_dict(values["data"])
+        self._load_progress(values)
         if values["scaler"]:
             self.stepper.scaler.load_state_dict(values["scaler"])
-        self.step, self.tokens = values["step"], values["tokens"]
         self._earlier_joules = values["joules"] or 0.0
         if checkpoint.manifest["world_size"] == self.context.world_size:
             load_rng(checkpoint, self.context)  # last, because the steps above may draw random numbers

@@ -33,6 +33,7 @@ from scantling.trainer.training.build import build_loop
 from scantling.trainer.training.checkpoint import Checkpointer
 from scantling.trainer.training.checkpoint_background import BackgroundCheckpointer
 from scantling.trainer.training.cuda_graphs import check_graph
+from scantling.trainer.training.elastic import check_elastic
 from scantling.trainer.training.link import measure_budget
 from scantling.trainer.training.loop import Loop, Outcome, explain_out_of_memory
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
@@ -169,6 +170,10 @@ def check_run(run: ResolvedRun, run_dir: Path | None, planned: Plan, *, resume: 
 def _check_extras(run: ResolvedRun) -> None:
     """Raise a UserError if this machine lacks something that a recipe asks for."""
     check_graph(run.recipe, run.world_size, run.device)
+    if run.recipe.comm.elastic:
+        check_elastic()
+        if run.world_size > 1:
+            raise UserError("comm.elastic: each replica is started by itself; leave torchrun out")
     if run.recipe.train.tensorboard:
         summary_writer()
 
@@ -227,6 +232,8 @@ def _train(
     finally:
         loop.batches.close()
         loop.stepper.close()
+        if loop.elastic is not None:
+            loop.elastic.close()
         loop.sink.close()
     return _finish(folder, name, outcome, context)
 

@@ -47,6 +47,8 @@ class StepResult:
     """True if fp16 gradients overflowed: no update, and a lower loss scale."""
     stop: bool
     """True if any process received a signal to stop."""
+    is_applied: bool = True
+    """False if the exchange broke, because a replica left: nothing was updated."""
 
 
 class Stepper:
@@ -131,7 +133,9 @@ class Stepper:
                 self.exchange.local_nonfinite = True
                 self.optimizer.zero_grad(set_to_none=True)
                 total, skipped_targets = 0.0, targets
-        elif bad_losses or (bad_norms and not overflow) or skipped_targets == targets:
+        elif (
+            bad_losses or (bad_norms and not overflow) or (skipped_targets == targets and not self.exchange.is_elastic)
+        ):
             self._raise_nonfinite(step, own_loss)  # before clipping, which would spread a NaN to every gradient
         # clip and update
         if self.graphs is not None and replayed is not None:
@@ -152,7 +156,11 @@ class Stepper:
         if not self.exchange.keeps_replicas_equal:
             own = [total, targets - skipped_targets, tokens, float(stops > 0)]
             return self._finish_local_step(step, own, self.last_loss, float(norm))
-        return StepResult(total / (targets - skipped_targets), float(norm), int(tokens), overflow, stops > 0)
+        if skipped_targets < targets:
+            self.last_loss = total / (targets - skipped_targets)
+        return StepResult(
+            self.last_loss, float(norm), int(tokens), overflow, stops > 0, is_applied=self.exchange.is_applied
+        )
 
     def _finish_local_step(self, step: int, own: list[float], loss: float, norm: float) -> StepResult:
         """Return the result of a local step, in which replicas sum nothing; they do after an exchange or ten steps.
