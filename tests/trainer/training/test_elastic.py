@@ -28,7 +28,7 @@ from scantling.trainer.training.elastic import LIGHTHOUSE
 from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.step import Stepper
 from tests.processes import quiet_exit, server
-from tests.runs import WIDE, saved_tensors, tiny_recipe
+from tests.runs import WIDE, saved_tensors, scantling, tiny_recipe, write_corpus, write_recipe
 from tests.trainer.training import poisoned
 
 ELASTIC = {"name": "demo", "elastic": True, "topk": 4, "check_every": 5, "timeout": 30}
@@ -187,6 +187,27 @@ def test_end_of_the_lighthouse_saves_a_checkpoint(replicas: Replicas, tmp_path: 
     assert replicas.processes["a"].exitcode == 1
     last = replicas.records("a")[-1]["step"]
     assert saved_tensors(tmp_path / "a", last, "model/")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_other_recipe_or_data_is_refused(replicas: Replicas, tmp_path: Path) -> None:
+    replicas.start("a")
+    replicas.wait_for(1, "a")
+    recipe = replicas.recipe
+    write_corpus(tmp_path / "other.txt", seed=1)
+    other = {**recipe, "data": {**recipe["data"], "text": str(tmp_path / "other.txt")}}
+    for name, changed, said in (
+        ("b", {**recipe, "optim": {"name": "sign", "lr": 2e-3}}, "optim.lr: 0.001 -> 0.002"),
+        ("c", other, "the data differs from that of the other replicas"),
+    ):
+        path = write_recipe(tmp_path / f"{name}.yaml", changed)
+        environment = {**os.environ, LIGHTHOUSE: replicas.address}
+        done = scantling("train", path, "--run-dir", tmp_path / name, env=environment)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert not list((tmp_path / name).glob("checkpoints/step-*"))
+    replicas.wait_for(1, "a")
 
 
 def test_lighthouse_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

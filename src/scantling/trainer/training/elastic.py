@@ -21,6 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from scantling.comm import TorchFTGroup
 from scantling.errors import RunError, UserError, first_line
+from scantling.trainer.recipe import Recipe
+from scantling.trainer.training.resume import compare_data, compare_recipes
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Environment variable with the address of the lighthouse, which all replicas must reach."""
@@ -78,23 +80,39 @@ class ElasticReplicas:
             ) from error
         self.group = TorchFTGroup(self._manager, group)
 
-    def join(self, step: int, model: nn.Module, *parts: Any) -> None:
-        """Start at a step, and register the state that a joining replica takes over; see `TorchFTGroup.join`."""
+    def join(self, step: int, identity: dict[str, Any], model: nn.Module, *parts: Any) -> None:
+        """Start at a step, and register the state that a joining replica takes over.
+
+        Args:
+            step: steps that this replica has taken.
+            identity: `recipe` and `fingerprint` of the data; a replica with others is refused.
+            model, parts: see `TorchFTGroup.join`.
+        """
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+        def compare(other: dict[str, Any]) -> None:
+            where = "the other replicas"
+            compare_recipes(other["recipe"], Recipe.model_validate(identity["recipe"]), where)
+            compare_data(other["fingerprint"], identity["fingerprint"], where)
+
+        # before the weights, which may have other shapes
+        self._manager.register_state_dict_fn("identity", compare, lambda: identity)
         self.group.join(model, *parts)
 
     def begin_step(self) -> None:
         """Wait until it is known who takes part in the next step; this may load the state of another replica.
 
         Raises:
-            RunError: the lighthouse does not answer; nothing was loaded.
+            UserError: other replicas have another recipe or other data; nothing was loaded.
+            RunError: the lighthouse does not answer, or waits for more replicas; nothing was loaded.
         """
         try:
             self._manager.start_quorum()
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             raise RunError(
                 f"the lighthouse at {LIGHTHOUSE}={os.environ[LIGHTHOUSE]} has not told the replicas of step "
-                f"{self.group.step + 1}: {first_line(error)}. Start it again and resume the run"
+                f"{self.group.step + 1} within comm.timeout: it has ended, or waits for more replicas "
+                f"(--min_replicas). Resume the run when it is there ({first_line(error)})"
             ) from error
 
     def close(self) -> None:

@@ -138,8 +138,6 @@ class Loop:
         began = time.perf_counter()
         if self.elastic is not None:
             self._find_replicas(self.elastic)
-            if self.step >= self.schedule.steps:  # taken over from a replica that has finished
-                return False
         step = self.step + 1
         lr = self._set_lr(step)
         self.stepper.watch.start()
@@ -178,7 +176,8 @@ class Loop:
         """Make the state of this replica available to others that join."""
         exchange, progress = self.stepper.exchange, JoinedState(self._progress, self._load_progress)
         assert isinstance(exchange, DemoExchange), "a checked recipe asks for this with demo only"
-        elastic.join(self.step, self.model, self.stepper.optimizer, exchange.inner, progress)
+        identity = {"recipe": self.recipe, "fingerprint": self.fingerprint}
+        elastic.join(self.step, identity, self.model, self.stepper.optimizer, exchange.inner, progress)
 
     def _find_replicas(self, elastic: ElasticReplicas) -> None:
         """Find out who takes part in the next step, take over their state if this replica has none, and its share."""

@@ -119,28 +119,30 @@ def check_same_recipe(recipe: Recipe, context: DistContext) -> None:
     Data may lie under other paths on other machines.
     """
     first = context.broadcast_object(recipe.model_dump(mode="json"))
+    context.run_on_all(lambda: compare_recipes(first, recipe, "rank 0"))
 
-    def check() -> None:
-        lines = _differing_keys(Recipe.model_validate(first), recipe)
-        # machines may differ in paths and workers; `check_same_data` compares the content
-        if listed := _list_lines(lines, lines.keys() - PATH_KEYS - {"data.workers"}):
-            raise UserError(
-                f"the recipe differs from that of rank 0; these keys differ (rank 0 -> here):\n{listed}\n"
-                "start all processes with the same recipe"
-            )
 
-    context.run_on_all(check)
+def compare_recipes(other: dict[str, Any], recipe: Recipe, where: str) -> None:
+    """Raise a UserError if a recipe differs from that of another process, given as JSON values."""
+    lines = _differing_keys(Recipe.model_validate(other), recipe)
+    # machines may differ in paths and workers; `compare_data` compares the content
+    if listed := _list_lines(lines, lines.keys() - PATH_KEYS - {"data.workers"}):
+        raise UserError(
+            f"the recipe differs from that of {where}; these keys differ ({where} -> here):\n{listed}\n"
+            "start all processes with the same recipe"
+        )
 
 
 def check_same_data(fingerprint: str | None, context: DistContext) -> None:
     """Raise a UserError on each rank if a rank prepared other data than rank 0. Collectives: gathers."""
     first = context.broadcast_object(fingerprint)
+    context.run_on_all(lambda: compare_data(first, fingerprint, "rank 0"))
 
-    def check() -> None:
-        if fingerprint != first:
-            raise UserError("the data differs from that of rank 0; copy the same files to every machine")
 
-    context.run_on_all(check)
+def compare_data(other: str | None, fingerprint: str | None, where: str) -> None:
+    """Raise a UserError if the fingerprint of the data differs from that of another process."""
+    if fingerprint != other:
+        raise UserError(f"the data differs from that of {where}; copy the same files to every machine")
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: str | None) -> None:
