@@ -2,9 +2,9 @@
 
     python benchmarks/comm_bytes.py
 
-Embedding and head are apart, with 32,000 or 128,000 rows. `dense` sends both in full, as gradients; `blocks` sends the
-largest coefficients of their blocks, as of matrices. The baseline is a ring all-reduce of 16-bit gradients. No model is
-trained; the losses of both channels are to be measured by comm_quality.py.
+Embedding and head are apart, with 32,000 or 128,000 rows. `dense` sends both in full; `sparse gradients`, the default,
+sends the largest elements of their blocks. The baseline is a ring all-reduce of 16-bit gradients. No model is trained;
+`comm_quality.py settings` measures the loss of both channels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "topk 8, signs": {"topk": 8, "values": "sign", "dense": "sign"},
 }
-LOCAL_STEPS = 5
-LOCAL = {"topk": 192, "values": "sign", "dense": "sign"}
+LOCAL = {"values": "sign", "dense": "sign"}
+LOCAL_STEPS = {"5 local steps, topk 192, signs": (5, 192), "5 local steps, topk 176, signs": (5, 176)}
+"""Steps between exchanges and coefficients, by name."""
 
 
 def build_model(rows: int) -> torch.nn.Module:
@@ -51,13 +52,13 @@ def compute(rows: int) -> list[dict[str, Any]]:
     """Return a row for each setting, channel of the embeddings and number of replicas."""
     model, found = build_model(rows), []
     for replicas in REPLICAS:
-        for channel in ("dense", "blocks"):
+        for channel in ("dense", "sparse gradients"):
             for name, options in SETTINGS.items():
                 made = sc.MomentumExchange(channels(model, channel), check_every=None, **options)
                 found.append((name, channel, replicas, made.planned_wire_bytes(replicas)))
-            local = outer_exchange("sparseloco", channels(model, channel), check_every=None, **LOCAL)
-            sent = local.planned_wire_bytes_per_step(replicas) / LOCAL_STEPS
-            found.append(("5 local steps, topk 192, signs", channel, replicas, sent))
+            for name, (every, topk) in LOCAL_STEPS.items():
+                local = outer_exchange("sparseloco", channels(model, channel), check_every=None, topk=topk, **LOCAL)
+                found.append((name, channel, replicas, local.planned_wire_bytes_per_step(replicas) / every))
     return [
         {
             "rows": rows,
@@ -78,7 +79,7 @@ def main() -> int:
     results = [row for rows in ROWS for row in compute(rows)]
     for row in results:
         print(
-            f"{row['rows']:7,} rows, N={row['replicas']}  {row['setting']:32} embeddings {row['embeddings']:7} "
+            f"{row['rows']:7,} rows, N={row['replicas']}  {row['setting']:32} embeddings {row['embeddings']:16} "
             f"{row['wire_bytes']:13,.0f} bytes  {row['times_fewer']:6.1f} times fewer"
         )
     print(write(dated(__file__, results=results), "comm-bytes", options.out))

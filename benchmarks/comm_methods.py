@@ -208,18 +208,18 @@ def channels(
 
     Args:
         model: the model.
-        embeddings: `dense`: sent in full, as gradients; `blocks`: the largest elements of blocks of their momentum, or
-            of their cosine transform (`dct blocks`); `sparse gradients`: the largest elements of blocks of gradients.
+        embeddings: `dense`: sent in full, as gradients, like vectors; `sparse gradients`: the largest elements of
+            blocks of gradients, as by default; `blocks`: those of their momentum, or of its cosine transform (`dct
+            blocks`), as of matrices.
         transform: of the blocks of matrices, "dct" or "none".
         options: of `param_groups`.
     """
     groups = sc.param_groups(model, **options)
     for group in groups:
         group["transform"] = transform
-        if group["role"] == "embedding" and embeddings != "dense":
-            group["role"], group["transform"] = "matrix", "dct" if embeddings == "dct blocks" else "none"
-            if embeddings == "sparse gradients":
-                group["decay"] = 1.0
+        if group["role"] == "embedding" and embeddings != "sparse gradients":
+            group["role"] = "vector" if embeddings == "dense" else "matrix"
+            group["transform"] = "dct" if embeddings == "dct blocks" else "none"
     return groups
 
 
@@ -249,7 +249,7 @@ def exchanged(
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
             "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
-            "betas": (beta1 if each["role"] == "matrix" and each.get("decay") != 1.0 else 0.9, *rest),
+            "betas": (beta1 if each["role"] == "matrix" else 0.9, *rest),
             **({"role": group["role"], "matrix_dims": group["matrix_dims"]} if came else {}),
         }
         for group, each in zip(groups, sent, strict=True)

@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import scantling as sc
+from scantling.comm import allreduce_wire_bytes
 from scantling.comm.config import Values
 from scantling.comm.consistency import _describe_decoder
 from scantling.comm.exchange import MomentumExchange
@@ -241,7 +243,9 @@ def test_sync_every_accumulates_between_exchanges() -> None:
             assert (params[0].grad is None) == (step < 2)
             if step == 1:
                 assert made.state[params[0]]["residual"].unique().tolist() == [1.5]
-        assert params[-1].grad.unique().tolist() == [3.0]
+        assert params[-1].grad.unique().tolist() == [0.0, 3.0]  # of an embedding, a part is sent
+        residual = made.state[params[-1]]["residual"]
+        assert torch.equal(residual + params[-1].grad, torch.full_like(residual, 3.0)), "gradients do not decay"
 
     together(2, work)
 
@@ -293,9 +297,10 @@ def test_str_describes_groups_of_a_model() -> None:
     text = str(MomentumExchange(sc.param_groups(model), topk=8))
     assert "2 tensors" not in text.splitlines()[0]
     assert "8 of 64 x 64, sign" in text
-    assert "rows of 64, bf16" in text
-    # 100 x 64 embeddings and 384 vectors in bf16; 16 of 8,192 coefficients
-    assert text.splitlines()[-1] == "message: 94% embeddings, 6% vectors, 0% matrices"
+    assert "6 of 50 x 64, sign" in text
+    assert "rows of 128, bf16" in text
+    # 384 vectors in bf16; 16 of 8,192 coefficients, and 12 of 6,400 of the embedding
+    assert text.splitlines()[-1] == "message: 94% vectors, 3% matrices, 3% embeddings"
     assert "message" not in str(MomentumExchange([nn.Parameter(torch.ones(4, 4))]))
 
 
@@ -483,3 +488,54 @@ def test_block_groups_are_bounded_by_numel() -> None:
 def test_exchange_refuses_nonparameters(given: Any) -> None:
     with pytest.raises(UserError, match=r"parameters are (given as a list|tensors)"):
         MomentumExchange(given)
+
+
+@pytest.mark.parametrize("rows", [32_000, 128_256])
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_for_a_real_vocabulary(rows: int, tied: bool) -> None:
+    """Of a Llama of 1.35 billion parameters, the defaults send less than a hundredth of 16-bit gradients."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16}
+    config = LlamaConfig(vocab_size=rows, tie_word_embeddings=tied, **shape)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    numel = sum(param.numel() for param in model.parameters())
+    signs = {"values": "sign", "dense": "sign"}
+    for options, times in (({}, 100), ({"topk": 8, **signs}, 500), ({"topk": 176, **signs}, 200)):
+        made = MomentumExchange(sc.param_groups(model), check_every=None, **options)
+        steps = 5 if options.get("topk") == 176 else 1  # of local steps
+        for world in (2, 8):
+            assert allreduce_wire_bytes(2 * numel, world) * steps >= times * made.planned_wire_bytes(world)
+
+
+def test_embedding_sends_its_largest_elements() -> None:
+    """Without a transform and without decay; its gradients, not their momentum."""
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    made = MomentumExchange(sc.param_groups(model), topk=4, decay=0.5, values="fp32")
+    assert made.are_matrices() == [param is model[1].weight for param in made.residuals.params]
+    rare = torch.zeros(64, 64)
+    rare[5, :8] = torch.arange(8.0, 0.0, -1.0)
+    model[0].weight.grad = rare
+    made.exchange()
+    assert torch.equal(model[0].weight.grad, rare.where(rare >= 5.0, 0.0))
+    model[0].weight.grad = None
+    made.exchange()
+    assert torch.equal(model[0].weight.grad, rare.where(rare < 5.0, 0.0)), "a step later, without decay"
+
+
+def test_role_vector_sends_an_embedding_in_full() -> None:
+    model = nn.Sequential(nn.Embedding(64, 64))
+    (group,) = sc.param_groups(model)
+    made = MomentumExchange([{**group, "role": "vector"}], topk=4, dense="fp32")
+    model[0].weight.grad = torch.ones(64, 64)
+    made.exchange()
+    assert torch.equal(model[0].weight.grad, torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("update", ["sign", "muon"])
+def test_demo_steps_an_embedding_with_adamw(update: Any) -> None:
+    model = nn.Sequential(nn.Embedding(64, 64))
+    optimizer = sc.DeMo(sc.param_groups(model), lr=1e-3, topk=4, update=update, residual="int8")
+    model[0].weight.grad = torch.randn(64, 64)
+    optimizer.step()
+    assert {"exp_avg", "exp_avg_sq", "residual"} <= optimizer.state[model[0].weight].keys()
+    assert optimizer.state[model[0].weight]["residual"].dtype == torch.int8

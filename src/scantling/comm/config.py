@@ -50,12 +50,13 @@ class ExchangeConfig:
     values: Values = field(default="sign", metadata=_about("Format of the coefficients.", per_group=True))
     dense: Values = field(
         default="bf16",
-        metadata=_about("Format of parameters that are not matrices, which are sent in full.", per_group=True),
+        metadata=_about("Format of vectors and small matrices, sent in full.", per_group=True),
     )
     residual: ResidualFormat = field(
         default="fp32",
         metadata=_about(
-            "Format of the residuals of matrices; int8 uses stochastic rounding and 1.06 bytes per element.",
+            "Format of the residuals of matrices and embeddings; int8 uses stochastic rounding and 1.06 bytes per "
+            "element.",
             per_group=True,
         ),
     )

@@ -9,8 +9,8 @@ On each of N replicas, whose gradients are never averaged (DeMo, arXiv 2411.1987
     (5)  .grad  =  DCT^-1(m)                        the same on all replicas
 
 Quantized values are subtracted, so that no error is lost: the mean of the residuals and the applied momentum add up to
-the decayed sum of all gradients. Embeddings and vectors are sent densely in low precision, with the same error
-feedback and decay 1: they are synchronized gradients.
+the decayed sum of all gradients. Of embeddings and output layers, the largest elements are sent without a transform,
+and of vectors all in low precision, both with the same error feedback and decay 1: they are synchronized gradients.
 
 Cost: a residual of 4 bytes per element (1.06 in int8) unless everything is sent exactly; `wire_bytes` for the network.
 

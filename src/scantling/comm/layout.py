@@ -3,8 +3,11 @@
 - A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks
   of at most chunk x chunk. Of the coefficients of a block's cosine transform, a share of topk / chunk^2 is sent, at
   least one: a smaller block sends less.
-- Everything else (embeddings, vectors, small parameters) is sent densely, without a transform: in rows of at most
-  `ROW` elements along the last dim, or along all dims if that one is short. Each row has its own scale.
+- An embedding or output layer of that size is divided into the same blocks. As many elements of its gradient are sent,
+  without a transform: rows belong to tokens, so neighboring rows have nothing in common. What is not sent stays in the
+  residual without decay, because a rare token may not return for many steps.
+- Everything else (vectors, small parameters) is sent densely, without a transform: in rows of at most `ROW` elements
+  along the last dim, or along all dims if that one is short. Each row has its own scale.
 - With `exchange="dense"`, blocks are single elements and everything is sent.
 
 All parameters share one message. With `overlap` there are several, from the last parameters to the first: gradients
@@ -247,13 +250,14 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
     chunk, topk = group["chunk"], group["topk"]
     is_paper = group["compat"] == "paper"
     is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
+    is_table = not is_paper and group["role"] == "embedding" and _is_large(shape, numel)
     # Dense exchange: blocks of one element, so that tensors are copied without a transform.
     if dense:
         codec = TopKCodec(1, 1, "fp32" if group["dense"] == "fp32" else "bf16")
         grid = BlockGrid(shape, ((), tuple(range(len(shape)))), 1, 1)
         return BlockSpec(codec, 1, 1, is_matrix, False, group["decay"] if is_matrix else 1.0), grid
-    # Matrix: blocks of the row dims x column dims view, and a share of their coefficients.
-    if is_matrix:
+    # Matrix or table: blocks of the row dims x column dims view, and a share of their coefficients.
+    if is_matrix or is_table:
         rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _last_dim(shape))
         view: MatrixDims = tuple(rows), tuple(cols)  # hashable, although a user may give lists
         dims = [*rows, *cols]
@@ -264,7 +268,8 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
         # The published code sends topk coefficients of a smaller block too.
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
-        return BlockSpec(codec, grid.height, grid.width, True, group["transform"] == "dct", group["decay"]), grid
+        transformed, decay = (False, 1.0) if is_table else (group["transform"] == "dct", group["decay"])
+        return BlockSpec(codec, grid.height, grid.width, is_matrix, transformed, decay), grid
     # Everything else: rows with one scale each, all elements sent.
     view = _last_dim(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))
     grid = BlockGrid(shape, view, 1, even_side(prod(shape[dim] for dim in view[1]), ROW))
@@ -273,8 +278,13 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
 
 
 def is_block_matrix(shape: tuple[int, ...], numel: int, role: str | None) -> bool:
-    """Return True if a parameter's momentum is sent in blocks; others are sent densely, as gradients."""
-    return role in (None, "matrix") and len(shape) >= 2 and numel >= MIN_MATRIX_NUMEL
+    """Return True if a parameter's momentum is sent, in blocks; of others, gradients are."""
+    return role in (None, "matrix") and _is_large(shape, numel)
+
+
+def _is_large(shape: tuple[int, ...], numel: int) -> bool:
+    """Return True if a parameter is large enough for blocks."""
+    return len(shape) >= 2 and numel >= MIN_MATRIX_NUMEL
 
 
 def choose_strategy(groups: Sequence[Group], config: ExchangeConfig, world_size: int) -> Strategy:
@@ -303,7 +313,7 @@ def residual_format(param: Tensor, group: Group) -> ResidualFormat:
     if form == "fp32":
         return form
     spec, _ = make_spec(tuple(to_local(param).shape), param.numel(), group)
-    return form if spec.is_matrix else "fp32"
+    return form if spec.is_sparse else "fp32"
 
 
 def all_block_groups(buckets: Sequence[Bucket]) -> list[BlockGroup]:
@@ -388,7 +398,7 @@ def message_shares(block_groups: Sequence[BlockGroup], groups: Sequence[Group]) 
 def _describe(block_group: BlockGroup, groups: Sequence[Group], config: ExchangeConfig) -> str:
     spec, params = block_group.spec, all_parameters(groups)
     numel = sum(to_local(params[slot.param]).numel() for slot in block_group.slots)
-    what = f"{spec.codec.k} of {spec.height} x {spec.width}" if spec.is_matrix else f"rows of {spec.width}"
+    what = f"{spec.codec.k} of {spec.height} x {spec.width}" if spec.is_sparse else f"rows of {spec.width}"
     if config.exchange == "dense":
         what = "all of a matrix" if spec.is_matrix else "all"
     return (

@@ -158,7 +158,7 @@ class Residuals:
         params, groups = self.params, group_by_param(self.param_groups)
         own = [params[slot.param] for slot in block_group.slots]
         forms: set[ResidualFormat] = {groups[slot.param]["residual"] for slot in block_group.slots}
-        if not block_group.spec.is_matrix:
+        if not block_group.spec.is_sparse:
             forms = {"fp32"}
         if (
             to_local(own[0]).device.type not in triton.DEVICES

@@ -36,7 +36,7 @@ class BlockSpec:
     Attributes:
         codec: selects and packs coefficients.
         height, width: of a block.
-        is_matrix: False for parameters that are sent densely, as gradients.
+        is_matrix: True if the momentum of the parameters is sent, False if their gradients are.
         transformed: True if the cosine transform of a block is sent.
         decay: of the residual in each step.
     """
@@ -47,6 +47,11 @@ class BlockSpec:
     is_matrix: bool
     transformed: bool
     decay: float
+
+    @property
+    def is_sparse(self) -> bool:
+        """True for blocks of matrices and tables, of which a part is sent."""
+        return self.is_matrix or not self.codec.is_dense
 
     @property
     def is_exact(self) -> bool:
