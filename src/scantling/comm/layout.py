@@ -250,14 +250,14 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
     chunk, topk = group["chunk"], group["topk"]
     is_paper = group["compat"] == "paper"
     is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
-    is_table = not is_paper and group["role"] == "embedding" and _is_large(shape, numel)
+    is_embedding = not is_paper and group["role"] == "embedding" and _is_large(shape, numel)
     # Dense exchange: blocks of one element, so that tensors are copied without a transform.
     if dense:
         codec = TopKCodec(1, 1, "fp32" if group["dense"] == "fp32" else "bf16")
         grid = BlockGrid(shape, ((), tuple(range(len(shape)))), 1, 1)
         return BlockSpec(codec, 1, 1, is_matrix, False, group["decay"] if is_matrix else 1.0), grid
-    # Matrix or table: blocks of the row dims x column dims view, and a share of their coefficients.
-    if is_matrix or is_table:
+    # Matrix or embedding: blocks of the row dims x column dims view, and a share of their coefficients.
+    if is_matrix or is_embedding:
         rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _last_dim(shape))
         view: MatrixDims = tuple(rows), tuple(cols)  # hashable, although a user may give lists
         dims = [*rows, *cols]
@@ -268,7 +268,7 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
         # The published code sends topk coefficients of a smaller block too.
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
-        transformed, decay = (False, 1.0) if is_table else (group["transform"] == "dct", group["decay"])
+        transformed, decay = (False, 1.0) if is_embedding else (group["transform"] == "dct", group["decay"])
         return BlockSpec(codec, grid.height, grid.width, is_matrix, transformed, decay), grid
     # Everything else: rows with one scale each, all elements sent.
     view = _last_dim(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))

@@ -50,7 +50,7 @@ class BlockSpec:
 
     @property
     def is_sparse(self) -> bool:
-        """True for blocks of matrices and tables, of which a part is sent."""
+        """True for blocks of matrices and embeddings, which send a part of their elements."""
         return self.is_matrix or not self.codec.is_dense
 
     @property

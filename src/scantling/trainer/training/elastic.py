@@ -91,6 +91,7 @@ class ElasticReplicas:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
         def compare(other: dict[str, Any]) -> None:
+            self._takes_over = True
             where = "the other replicas"
             compare_recipes(other["recipe"], Recipe.model_validate(identity["recipe"]), where)
             compare_data(other["fingerprint"], identity["fingerprint"], where)
@@ -103,14 +104,17 @@ class ElasticReplicas:
         """Wait until it is known who takes part in the next step; this may load the state of another replica.
 
         Raises:
-            UserError: other replicas have another recipe or other data; nothing was loaded.
+            UserError: the state of another replica does not fit, for example that of another recipe or other data.
             RunError: the lighthouse does not answer, or waits for more replicas; nothing was loaded.
         """
+        self._takes_over = False
         try:
             self._manager.start_quorum()
         except (RuntimeError, TimeoutError, ConnectionError) as error:
+            if self._takes_over:
+                raise UserError(f"the state of another replica does not fit this one: {first_line(error)}") from error
             raise RunError(
-                f"the lighthouse at {LIGHTHOUSE}={os.environ[LIGHTHOUSE]} has not told the replicas of step "
+                f"the lighthouse at {LIGHTHOUSE}={os.environ[LIGHTHOUSE]} did not report the replicas of step "
                 f"{self.group.step + 1} within comm.timeout: it has ended, or waits for more replicas "
                 f"(--min_replicas). Resume the run when it is there ({first_line(error)})"
             ) from error
@@ -121,7 +125,7 @@ class ElasticReplicas:
 
 
 class JoinedState:
-    """State of a training loop as a part of what joining replicas take over.
+    """State of a training loop that joining replicas take over, as an object like an optimizer.
 
     Args:
         save: returns the state.
