@@ -1,4 +1,4 @@
-"""Methods of communication as training steps: DDP, PowerSGD, DiLoCo, SparseLoCo, published DeMo and ours."""
+"""Methods of communication as training steps: DDP, PowerSGD, Dion, one bit, DiLoCo, SparseLoCo, DeMo and ours."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dion import Dion
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -262,6 +263,59 @@ def exchanged(
     return Replica(model, optimizer, computed, lambda: exchange.wire_bytes, exchanging=exchange.exchange)
 
 
+def one_bit(model: nn.Module, lr: float, **rates: Any) -> Replica:
+    """Return a replica that sends the signs of all gradients with error feedback, and steps AdamW by their mean."""
+    groups = [{**group, "role": "vector"} for group in sc.param_groups(model)]
+    exchange = sc.MomentumExchange(groups, dense="sign", exchange="all_gather")
+    return Replica(
+        model,
+        adamw(model, lr, **rates),
+        lambda: float(exchange.planned_wire_bytes_per_step()),
+        lambda: exchange.wire_bytes,
+        clip=CLIP,
+        exchanging=exchange.exchange,
+    )
+
+
+class Both:
+    """Two optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+def dion(model: nn.Module, lr: float, *, rank: int, dense_lr: float | None = None) -> Replica:
+    """Return a replica that averages factors of matrices, see `dion.Dion`, and the gradients of the rest for AdamW."""
+    groups = sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
+    params = {
+        role: [param for group in groups if (group["role"] == "matrix") == role for _, param in group["params"]]
+        for role in (True, False)
+    }
+    matrices = Dion(params[True], lr, rank=rank, weight_decay=0.1)
+    rest = torch.optim.AdamW(params[False], lr=dense_lr or lr, betas=ADAMW["betas"], weight_decay=0.0)  # type: ignore[arg-type]
+
+    def average() -> None:
+        for param in params[False]:
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+    def computed() -> float:
+        dense = sum(param.numel() for param in params[False])
+        return float(matrices.wire_bytes() + allreduce_wire_bytes(4 * dense, dist.get_world_size()))
+
+    return Replica(model, Both(matrices, rest), computed, exchanging=average)
+
+
 METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "alone": alone,
     "ddp fp32": ddp,
@@ -289,5 +343,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "exchange k8, adamw": partial(exchanged, beta1=0.9),
     "exchange k8, adamw beta1 0": partial(exchanged, beta1=0.0),
     "exchange k8, came beta1 0": partial(exchanged, came=True, beta1=0.0),
+    "one bit, adamw": one_bit,
+    **{f"dion r{rank}": partial(dion, rank=rank) for rank in (4, 16)},
     "ours k8 all_gather int8": partial(demo, topk=8, exchange="all_gather", residual="int8", **OURS),
 }

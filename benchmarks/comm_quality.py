@@ -69,7 +69,7 @@ ALSO = (4, 8)
 """World sizes of further runs."""
 RATES = [0.125e-3 * 2**power for power in range(14)]  # to 1
 GRID = Grid(RATES, start=4, least=3)  # starts at 2e-3
-STARTS = {"ddp sgd": 10}
+STARTS = {"ddp sgd": 10, "dion r4": 7, "dion r16": 7}
 OURS, BETA1_0 = "ours k8 all_gather", "exchange k8, adamw beta1 0"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
 """Methods that exchange after every five AdamW steps."""
@@ -142,7 +142,7 @@ WORKS["shapes-resnet"] = Work(
     batch=64,
     steps=600,
     dense_lr=1e-3,
-    methods=("ddp fp32", "ddp, one rate", "powersgd r4", "diloco h30", OURS, LOCAL, BETA1_0),
+    methods=("ddp fp32", "ddp, one rate", "powersgd r4", "one bit, adamw", "diloco h30", OURS, LOCAL, BETA1_0),
     eval_samples=2000,
     seeds=range(1, 6),
     few_seeds=range(1, 6),
@@ -182,6 +182,9 @@ METHODS = (
     "powersgd r1",
     "powersgd r4",
     "powersgd r16",
+    "dion r4",
+    "dion r16",
+    "one bit, adamw",
     "diloco h30",
     "diloco h100",
     "sparseloco h30",
