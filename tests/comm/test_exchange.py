@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import scantling as sc
 from scantling.comm import allreduce_wire_bytes
 from scantling.comm.config import Values
-from scantling.comm.consistency import _describe_decoder
+from scantling.comm.consistency import describe_decoder
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import make_block_groups, make_spec
 from scantling.errors import NonFiniteError, PayloadError, ReplicaError, UserError
@@ -200,7 +200,7 @@ def test_comparison_reads_precision_of_products(module: Any, unset_precision: No
     """The getter of the old API raises if the newer settings, which transformers uses, were set."""
 
     def describe() -> str:
-        return _describe_decoder(torch.device("cuda"), has_products=True)
+        return describe_decoder(torch.device("cuda"), has_products=True)
 
     plain = describe()
     assert plain.endswith("fp32 products of precision ieee")
@@ -539,3 +539,17 @@ def test_demo_steps_an_embedding_with_adamw(update: Any) -> None:
     optimizer.step()
     assert {"exp_avg", "exp_avg_sq", "residual"} <= optimizer.state[model[0].weight].keys()
     assert optimizer.state[model[0].weight]["residual"].dtype == torch.int8
+
+
+def test_tt_embedding_and_whole_blocks() -> None:
+    """Cores of a TT embedding are sent in full; an embedding of which everything is sent is still divided in blocks."""
+    embedding = nn.Sequential(nn.Embedding(4096, 256))
+    sc.tensorize(embedding, 32)
+    assert max(core.numel() for core in embedding.parameters()) >= 4096
+    made = MomentumExchange(sc.param_groups(embedding), topk=4)
+    assert all(group.spec.codec.is_dense for group in made._update_layout().block_groups)
+    group = {"chunk": 64, "topk": 4096, "values": "sign", "dense": "sign", "transform": "dct", "decay": 0.9}
+    options = {**group, "role": "embedding", "compat": None, "matrix_dims": None}
+    spec, _ = make_spec((128, 64), 128 * 64, options)
+    assert spec.is_sparse
+    assert (spec.height, spec.width) == (64, 64)

@@ -65,7 +65,7 @@ def check_replicas(
     """
     device = params[0].device
     # Hashes first: strings are gathered only to name a difference.
-    texts = [_describe_decoder(device, has_products=has_products), *map(_describe, names, descriptions)]
+    texts = [describe_decoder(device, has_products=has_products), *map(_describe, names, descriptions)]
     own = zlib.crc32("\n".join(texts).encode())
     if replicas.world_size == 1:
         return own
@@ -103,7 +103,7 @@ def check_replicas(
     return own
 
 
-def _describe_decoder(device: torch.device, *, has_products: bool) -> str:
+def describe_decoder(device: torch.device, *, has_products: bool) -> str:
     """Return everything that affects the last bits of decoded momentum."""
     version = f"PyTorch {torch.__version__}"
     if device.type == "cpu":

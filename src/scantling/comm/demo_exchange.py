@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scantling.comm.ddp import average_buffers
+from scantling.comm.ddp import average_buffers, averaged_buffers
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
 from scantling.comm.local_steps import mean_correction
@@ -74,6 +74,11 @@ class DemoExchange(GradientExchange):
         return f"{inner}\n  exchange by {inner.strategy} among {inner.replicas.world_size} processes"
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        if self.is_elastic and (buffers := averaged_buffers(model)):
+            raise UserError(
+                f"replicas that leave and join do not average buffers, such as {next(iter(buffers))} of this model; "
+                "take a model without running statistics, or fixed replicas"
+            )
         groups = exchange_groups(model, self.options)
         inner = MomentumExchange(groups, process_group=self.process_group, **self.options)
         inner.announces = False  # the loop prints `describe`
@@ -100,7 +105,7 @@ class DemoExchange(GradientExchange):
         has_result = inner.exchange()
         self.is_applied = has_result or not self.is_elastic
         # over all processes: those that share a replica see different data, too
-        self.wire_bytes = inner.wire_bytes + average_buffers(self._model)
+        self.wire_bytes = inner.wire_bytes + (0 if self.is_elastic else average_buffers(self._model))
         self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
         if self._shares is not None and self.nonfinite_ranks:
             factor = mean_correction(self._shares, self.nonfinite_ranks)

@@ -135,8 +135,10 @@ class MomentumExchange:
         config, replicas = make_config(options), as_replica_group(process_group)
         param_groups = make_groups(groups, {**config.group_options, **INTERNAL_DEFAULTS})
         check_groups(param_groups, config)
-        if not replicas.is_static and (config.delay or config.overlap):
-            raise UserError("delay and overlap need a fixed set of replicas; leave them out with a TorchFTGroup")
+        if not replicas.is_static and (config.delay or config.overlap or config.exchange == "dense"):
+            raise UserError(
+                "delay, overlap and exchange='dense' need a fixed set of replicas; leave them out with a TorchFTGroup"
+            )
         self.residuals = Residuals(param_groups, {}, config)
         self.config, self.replicas = config, replicas
         self.announces = True
@@ -603,7 +605,7 @@ class MomentumExchange:
         return self._update_layout().strategy
 
     def are_matrices(self) -> list[bool]:
-        """Return for each parameter True if it is sent in blocks."""
+        """Return for each parameter True if its momentum is sent, False if its gradient is."""
         matrices = [False] * len(self.residuals.params)
         for block_group in self._update_layout().block_groups:
             for slot in block_group.slots:

@@ -3,9 +3,9 @@
 - A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks
   of at most chunk x chunk. Of the coefficients of a block's cosine transform, a share of topk / chunk^2 is sent, at
   least one: a smaller block sends less.
-- An embedding or output layer of that size is divided into the same blocks. As many elements of its gradient are sent,
-  without a transform: rows belong to tokens, so neighboring rows have nothing in common. What is not sent stays in the
-  residual without decay, because a rare token may not return for many steps.
+- The table of an embedding or an output layer of that size is divided into the same blocks. As many elements of its
+  gradient are sent, without a transform: rows belong to tokens, so neighboring rows have nothing in common. What is not
+  sent stays in the residual without decay, because a rare token may not return for many steps.
 - Everything else (vectors, small parameters) is sent densely, without a transform: in rows of at most `ROW` elements
   along the last dim, or along all dims if that one is short. Each row has its own scale.
 - With `exchange="dense"`, blocks are single elements and everything is sent.
@@ -250,14 +250,15 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
     chunk, topk = group["chunk"], group["topk"]
     is_paper = group["compat"] == "paper"
     is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
-    is_embedding = not is_paper and group["role"] == "embedding" and _is_large(shape, numel)
+    # cores of TT embeddings have more dims; they are few and their gradients are dense
+    is_table = not is_paper and group["role"] == "embedding" and len(shape) == 2 and _is_large(shape, numel)
     # Dense exchange: blocks of one element, so that tensors are copied without a transform.
     if dense:
         codec = TopKCodec(1, 1, "fp32" if group["dense"] == "fp32" else "bf16")
         grid = BlockGrid(shape, ((), tuple(range(len(shape)))), 1, 1)
         return BlockSpec(codec, 1, 1, is_matrix, False, group["decay"] if is_matrix else 1.0), grid
     # Matrix or embedding: blocks of the row dims x column dims view, and a share of their coefficients.
-    if is_matrix or is_embedding:
+    if is_matrix or is_table:
         rows, cols = group["matrix_dims"] or (default_matrix_dims(len(shape)) if len(shape) > 1 else _last_dim(shape))
         view: MatrixDims = tuple(rows), tuple(cols)  # hashable, although a user may give lists
         dims = [*rows, *cols]
@@ -268,7 +269,7 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
         # The published code sends topk coefficients of a smaller block too.
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
-        transformed, decay = (False, 1.0) if is_embedding else (group["transform"] == "dct", group["decay"])
+        transformed, decay = (False, 1.0) if is_table else (group["transform"] == "dct", group["decay"])
         return BlockSpec(codec, grid.height, grid.width, is_matrix, transformed, decay), grid
     # Everything else: rows with one scale each, all elements sent.
     view = _last_dim(shape) if shape and shape[-1] >= ROW // 2 else ((), tuple(range(len(shape))))

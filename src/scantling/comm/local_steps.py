@@ -8,7 +8,8 @@ Every replica steps its own optimizer H times. Then, with p0 the common paramete
     p   <-  p0
 
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
-largest components of each block, without a transform and without outer momentum: the decaying residual takes its role.
+largest components of each block, without a transform and without outer momentum: the residual, which decays except for
+embeddings, takes its role.
 
 Weights in bf16 begin each round as p0 rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
 so that no outer step is too small for it.

@@ -157,8 +157,8 @@ def test_joining_replica_copies_all_but_residuals() -> None:
     assert torch.equal(joiner.state[new.bias]["exp_avg_sq"], donor.state[old.bias]["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}])
-def test_delay_and_overlap_need_static_replicas(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"delay": 1}, {"overlap": True}, {"exchange": "dense"}])
+def test_options_that_need_static_replicas(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="TorchFTGroup"):
         sc.MomentumExchange(
             [nn.Parameter(torch.ones(64, 64))], process_group=TorchFTGroup(ScriptedManager([]), None), **options

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import scantling as sc
+from scantling.comm import DemoExchange, TorchFTGroup
 from scantling.errors import RecipeError, UserError
 from scantling.trainer.data.loader import Batch, BatchSource
 from scantling.trainer.data.sampler import Sampler
@@ -71,9 +72,21 @@ class PoisonedOnce(Stepper):
             hook.remove()
 
 
-def replica(recipe: dict[str, Any], address: str, run_dir: Path, resume: bool) -> None:
-    torch.set_num_threads(1)
+def fail(*args: Any, **options: Any) -> None:
+    raise OSError("a firewall (a test)")
+
+
+def replica(recipe: dict[str, Any], address: str, run_dir: Path, resume: bool, variant: str | None) -> None:
+    """Train one replica; `variant` makes it one that cannot join, or is slow."""
+    torch.set_num_threads(2 if variant == "threads" else 1)
     os.environ[LIGHTHOUSE] = address
+    if variant == "firewall":
+        from torchft.checkpointing.http_transport import HTTPTransport
+
+        HTTPTransport.recv_checkpoint = fail
+    if variant == "busy":
+        pause = time.sleep
+        Pace.record = lambda self, record: pause(15.0 if record["step"] == 6 else 0.1)  # type: ignore[method-assign]
     PoisonedOnce.poison = run_dir.with_suffix(".poison")
     build.Stepper = PoisonedOnce  # type: ignore[misc]
     sc.train(recipe, run_dir=run_dir, resume=resume, sinks=[Pace(run_dir.parent / "enough")])
@@ -92,8 +105,8 @@ class Replicas:
         self.folder, self.recipe = folder, recipe_of(folder)
         self.processes: dict[str, BaseProcess] = {}
 
-    def start(self, name: str, *, resume: bool = False) -> None:
-        args = (self.recipe, self.address, self.folder / name, resume)
+    def start(self, name: str, *, resume: bool = False, variant: str | None = None) -> None:
+        args = (self.recipe, self.address, self.folder / name, resume, variant)
         self.processes[name] = server().Process(target=replica, args=args)
         self.processes[name].start()
 
@@ -164,9 +177,39 @@ def test_replicas_leave_and_join(replicas: Replicas, tmp_path: Path) -> None:
     assert first_weights
     assert first_weights.keys() == second_weights.keys()
     assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
-    losses = [line["loss"] for line in replicas.records("c")]
+    lines = replicas.records("c")
+    assert {b["tokens"] - a["tokens"] for a, b in zip(lines, lines[1:], strict=False)} == {4 * 32}, "of all replicas"
+    losses = [line["loss"] for line in lines]
     assert np.isfinite(losses).all()
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["threads", "firewall"])
+def test_replica_that_cannot_join_ends_alone(replicas: Replicas, variant: str) -> None:
+    replicas.start("a")
+    replicas.wait_for(1, "a")
+    replicas.start("b", variant=variant)
+    replicas.processes["b"].join(120)
+    assert replicas.processes["b"].exitcode == 1
+    last = replicas.records("a")[-1]["step"]
+    replicas.wait(lambda: replicas.records("a")[-1]["step"] > last + 3)
+    replicas.wait_for(1, "a")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_others_wait_for_a_busy_replica(replicas: Replicas, tmp_path: Path) -> None:
+    replicas.recipe["comm"] = {**ELASTIC, "timeout": 4}
+    replicas.recipe["train"]["steps"] = 30
+    replicas.start("a", variant="busy")
+    replicas.start("b")
+    (tmp_path / "enough").touch()
+    for name in "ab":
+        replicas.end(name)
+    first, second = (saved_tensors(tmp_path / name, 30, "model/") for name in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.dist
@@ -223,6 +266,8 @@ def test_lighthouse_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"comm": {**ELASTIC, "delay": 1}}, "comm.delay"),
         ({"comm": {**ELASTIC, "sync_every": 2}}, "comm.sync_every"),
+        ({"comm": {**ELASTIC, "state_sync_every": 2}}, "comm.state_sync_every"),
+        ({"comm": {**ELASTIC, "exchange": "dense"}}, "comm.exchange"),
         ({"comm": {"name": "demo", "elastic": True, "budget": "1 MB/step"}}, "comm.budget"),
         ({"comm": {"name": "local_steps", "elastic": True}}, "comm.elastic"),
         ({"comm": {"elastic": True}}, "comm.elastic"),
@@ -234,6 +279,12 @@ def test_lighthouse_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_recipes_that_need_fixed_replicas(tmp_path: Path, sections: dict[str, Any], named: str) -> None:
     with pytest.raises(RecipeError, match=named):
         load_recipe(recipe_of(tmp_path, **sections))
+
+
+def test_models_with_running_statistics_are_refused() -> None:
+    exchange = DemoExchange(process_group=TorchFTGroup(None, None))
+    with pytest.raises(UserError, match="running_mean"):
+        exchange.prepare(torch.nn.BatchNorm1d(3))
 
 
 def source(batch_size: int = 10) -> BatchSource:

@@ -51,7 +51,7 @@ class BlockSpec:
     @property
     def is_sparse(self) -> bool:
         """True for blocks of matrices and embeddings, which send a part of their elements."""
-        return self.is_matrix or not self.codec.is_dense
+        return self.is_matrix or self.height > 1 or not self.codec.is_dense
 
     @property
     def is_exact(self) -> bool:

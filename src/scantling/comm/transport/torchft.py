@@ -36,12 +36,13 @@ class TorchFTGroup(ReplicaGroup):
     """Group of replicas whose members a `torchft.Manager` determines in every step.
 
     Pass it as `process_group` to `DeMo` or `MomentumExchange`. After a broken exchange, `exchange()` returns False and
-    `step()` changes nothing. `delay` and `overlap` need a fixed set of replicas and are refused. Parameters that are
-    sent exactly have no residual, and their gradients in a broken step are lost; with `exchange="dense"`, all are.
+    `step()` changes nothing. `delay`, `overlap` and `exchange="dense"` need a fixed set of replicas and are refused.
+    Parameters that are sent exactly have no residual, and their gradients in a broken step are lost.
 
     Args:
         manager: with `use_async_quorum=False`, so that a joining replica is complete before its forward pass. Call its
-            `start_quorum()` before every forward pass; the exchange calls `should_commit()`.
+            `start_quorum()` before every forward pass; the exchange calls `should_commit()`. None to set the attribute
+            before the first step.
         group: the process group of the manager, such as `torchft.ProcessGroupGloo`.
 
     Raises:

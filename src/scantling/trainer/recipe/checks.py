@@ -429,6 +429,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
     for section, key, least, why in (
         ("comm", "delay", 0, "needs replicas that stay"),
         ("comm", "overlap", False, "needs replicas that stay"),
+        ("comm", "state_sync_every", None, "needs replicas that stay"),
         ("comm", "sync_every", 1, "is not possible with replicas that leave"),
         ("comm", "budget", None, "is for a known number of replicas"),
         ("comm", "link", None, "is for a known number of replicas"),
@@ -441,6 +442,9 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
         given = get_section(content, section).get(key, least)
         if given not in (least, None):
             yield Fault(f"{section}.{key}", f"{why}; leave it or comm.elastic out", str(given))
+    if get_section(content, "comm").get("exchange") == "dense":
+        problem = "keeps a momentum that a joining replica would not have; leave one of both out"
+        yield Fault("comm.exchange", problem, "exchange: dense")
 
 
 def _check_local_steps(content: Content) -> Iterator[Fault]:

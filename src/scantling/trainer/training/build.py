@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
+import platform
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -104,8 +105,9 @@ def build_loop(
         # compile in place: `torch.compile(model)` would prefix the names of the parameters
         model.compile()
     optimizer = build_run_optimizer(recipe, model, context.device)
-    # dropout differs between replicas, weights do not
-    _seed_generators(settings.seed + 1 + (context.rank if elastic is None else int.from_bytes(os.urandom(4), "big")))
+    # dropout differs between processes, weights do not
+    own = context.rank if elastic is None else zlib.crc32(f"{platform.node()} {checkpointer.folder}".encode())
+    _seed_generators(settings.seed + 1 + own)
     stepper = Stepper(
         model,
         run.task,

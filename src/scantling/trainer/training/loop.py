@@ -7,11 +7,13 @@ taken and recorded again.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ import torch
 from torch import nn
 
 from scantling.comm import DemoExchange
+from scantling.comm.consistency import describe_decoder
 from scantling.comm.transport.background import WAIT_S
 from scantling.distributed.context import DistContext
-from scantling.errors import NonFiniteError, RunError, ScantlingError, SilentPeerError, first_line
+from scantling.errors import NonFiniteError, RunError, ScantlingError, SilentPeerError, UserError, first_line
 from scantling.optim.memory import state_bytes
 from scantling.trainer.data.loader import BatchSource
 from scantling.trainer.training.checkpoint import Checkpoint, Checkpointer, State
@@ -47,6 +50,9 @@ from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.step import Stepper, StepResult
 
 logger = logging.getLogger(__name__)
+
+MOST_BROKEN = 10
+"""Steps in a row whose exchange may break, before an elastic replica ends."""
 
 
 @dataclass
@@ -103,6 +109,7 @@ class Loop:
         self._first_phase: str | None = first_phase
         self._saving: tuple[int, Path] | None = None
         self._earlier_joules = 0.0
+        self._num_broken = 0
 
     @property
     def context(self) -> DistContext:
@@ -136,8 +143,9 @@ class Loop:
         """Take one step, evaluate, record and save; True if the run stops before its end."""
         # 1. learning rate and batches
         began = time.perf_counter()
-        if self.elastic is not None:
-            self._find_replicas(self.elastic)
+        if self.elastic is not None and not self._find_replicas(self.elastic, stop):
+            self._start_save()
+            return True
         step = self.step + 1
         lr = self._set_lr(step)
         self.stepper.watch.start()
@@ -147,17 +155,26 @@ class Loop:
             self._first_phase = None
         # 2. forward, backward, exchange, update
         # a save that has failed ends the run on all ranks, also if others still write their files
-        result = self.stepper.step(
-            step,
-            batches,
-            last=step == self.schedule.steps,
-            stop=lambda: stop.received is not None or self.checkpointer.has_failed,
-        )
+        try:
+            result = self.stepper.step(
+                step,
+                batches,
+                last=step == self.schedule.steps,
+                stop=lambda: stop.received is not None or self.checkpointer.has_failed,
+            )
+        except UserError:  # another replica differs, before anything was updated
+            if self.elastic is not None:
+                self._start_save()
+            raise
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
         if not result.is_applied:
-            self.sink.message(f"step {step} is repeated, because a replica has left")
+            self._count_broken(step)
             return False
+        self._num_broken = 0
+        if self.elastic is not None:  # the others have as many tokens for each sample
+            ratio = self.elastic.group.world_size / self.stepper.exchange.share
+            result = replace(result, num_tokens=round(ratio * result.num_tokens))
         self.step, self.tokens = step, self.tokens + result.num_tokens
         # 3. evaluation, 4. record, 5. checkpoint
         record = self._make_record(result, seconds, step_s, lr)
@@ -166,6 +183,8 @@ class Loop:
             record |= self._evaluate(self.evaluate)
         self._record(record)
         if result.stop or self.schedule.saves_after(step):
+            if result.stop and self.elastic is not None:
+                self.elastic.close()  # the others do not wait for the save
             self._start_save()
         if not self.checkpointer.is_writing and not self.checkpointer.has_failed:
             self._finish_save()
@@ -176,14 +195,22 @@ class Loop:
         """Make the state of this replica available to others that join."""
         exchange, progress = self.stepper.exchange, JoinedState(self._progress, self._load_progress)
         assert isinstance(exchange, DemoExchange), "a checked recipe asks for this with demo only"
-        identity = {"recipe": self.recipe, "fingerprint": self.fingerprint}
+        decoder = describe_decoder(self.context.device, has_products=True)
+        identity = {"recipe": self.recipe, "fingerprint": self.fingerprint, "decoder": decoder}
+        # replicas that resume at the same step take over nothing
+        exchange.inner.compared_values["run"] = zlib.crc32(json.dumps(identity, sort_keys=True).encode())
         elastic.join(self.step, identity, self.model, self.stepper.optimizer, exchange.inner, progress)
 
-    def _find_replicas(self, elastic: ElasticReplicas) -> None:
-        """Find out who takes part in the next step, take over their state if this replica has none, and its share."""
+    def _find_replicas(self, elastic: ElasticReplicas, stop: StopSignal) -> bool:
+        """Find out who takes part in the next step, take over their state if this replica has none, and its share.
+
+        Returns:
+            False if a signal to stop came before.
+        """
         step, members = self.step, elastic.group.world_size
         try:
-            elastic.begin_step()
+            if not elastic.begin_step(lambda: stop.received is not None):
+                return False
         except RunError:
             self._start_save()  # the error ends the run
             raise
@@ -192,6 +219,15 @@ class Loop:
         if elastic.group.world_size != members:
             self.sink.message(f"step {self.step + 1}: {elastic.group.world_size} replicas")
         self.stepper.exchange.share = self.batches.divide(elastic.group.rank, elastic.group.world_size)
+        return True
+
+    def _count_broken(self, step: int) -> None:
+        """Report a step whose exchange broke; raise a RunError, after a checkpoint, if too many did in a row."""
+        self._num_broken += 1
+        if self._num_broken == MOST_BROKEN:
+            self._start_save()
+            raise RunError(f"step {step}: the exchange between the replicas broke {MOST_BROKEN} times in a row")
+        self.sink.message(f"step {step} is repeated, because a replica has left or does not answer")
 
     def _progress(self) -> dict[str, Any]:
         """Return the position in the run, as JSON values."""

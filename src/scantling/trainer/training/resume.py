@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +123,15 @@ def check_same_recipe(recipe: Recipe, context: DistContext) -> None:
     context.run_on_all(lambda: compare_recipes(first, recipe, "rank 0"))
 
 
-def compare_recipes(other: dict[str, Any], recipe: Recipe, where: str) -> None:
-    """Raise a UserError if a recipe differs from that of another process, given as JSON values."""
+def compare_recipes(
+    other: dict[str, Any], recipe: Recipe, where: str, *, free: Set[str] = frozenset({"data.workers"})
+) -> None:
+    """Raise a UserError if a recipe differs from that of another process, given as JSON values.
+
+    Machines may differ in paths, because `compare_data` compares the content, and in the keys `free`.
+    """
     lines = _differing_keys(Recipe.model_validate(other), recipe)
-    # machines may differ in paths and workers; `compare_data` compares the content
-    if listed := _list_lines(lines, lines.keys() - PATH_KEYS - {"data.workers"}):
+    if listed := _list_lines(lines, lines.keys() - PATH_KEYS - free):
         raise UserError(
             f"the recipe differs from that of {where}; these keys differ ({where} -> here):\n{listed}\n"
             "start all processes with the same recipe"

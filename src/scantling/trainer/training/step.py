@@ -158,9 +158,8 @@ class Stepper:
             return self._finish_local_step(step, own, self.last_loss, float(norm))
         if skipped_targets < targets:
             self.last_loss = total / (targets - skipped_targets)
-        return StepResult(
-            self.last_loss, float(norm), int(tokens), overflow, stops > 0, is_applied=self.exchange.is_applied
-        )
+        applied = self.exchange.is_applied
+        return StepResult(self.last_loss, float(norm), int(tokens), overflow, stops > 0, is_applied=applied)
 
     def _finish_local_step(self, step: int, own: list[float], loss: float, norm: float) -> StepResult:
         """Return the result of a local step, in which replicas sum nothing; they do after an exchange or ten steps.
