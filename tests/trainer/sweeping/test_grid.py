@@ -165,6 +165,12 @@ def test_expand_sweep_reports_unbuildable_models(tmp_path: Path) -> None:
     assert "LlamaConfig has no such key; did you mean 'hidden_size'?" in fault
 
 
+def test_expand_sweep_refuses_elastic_runs(tmp_path: Path) -> None:
+    comm = {"name": "demo", "elastic": True}
+    (fault,) = faults(tmp_path, {"base": tiny_recipe(tmp_path, comm=comm), "axes": {"optim.lr": [0.01, 0.02]}})
+    assert "comm.elastic: the runs of a sweep would join each other" in fault
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

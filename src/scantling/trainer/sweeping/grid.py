@@ -158,6 +158,8 @@ def _make_case(
     label = " ".join(f"{name}={format_cell(value) or 'null'}" for name, value in labels.items())
     content["name"] = "".join(c if c.isprintable() and c != "/" else "_" for c in label)[:120]
     recipe = check_recipe(content)
+    if recipe.comm.elastic:
+        raise UserError("comm.elastic: the runs of a sweep would join each other as replicas; leave it out")
     # hash paths as written and omit defaults: the key must be the same on another machine and in a later version
     written = Recipe.model_validate(content).model_dump(mode="json", exclude_defaults=True)
     for path in _IRRELEVANT_KEYS:
