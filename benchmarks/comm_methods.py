@@ -166,11 +166,13 @@ def local_steps(
     every: int,
     dense_lr: float | None = None,
     embeddings: str = "dense",
+    embeddings_topk: int | None = None,
     **options: Any,
 ) -> Replica:
     """Return a replica with DiLoCo or SparseLoCo around AdamW, without a transform."""
     inner = adamw(model, lr, dense_lr)
-    optimizer = make(inner, channels(model, embeddings), sync_every=every, **options)
+    groups = channels(model, embeddings, embeddings_topk=embeddings_topk)
+    optimizer = make(inner, groups, sync_every=every, **options)
     return Replica(
         model,
         optimizer,
@@ -180,9 +182,17 @@ def local_steps(
     )
 
 
-def demo(model: nn.Module, lr: float, embeddings: str = "dense", transform: str = "dct", **options: Any) -> Replica:
+def demo(
+    model: nn.Module,
+    lr: float,
+    embeddings: str = "dense",
+    transform: str = "dct",
+    embeddings_topk: int | None = None,
+    **options: Any,
+) -> Replica:
     """Return a replica with sc.DeMo."""
-    optimizer = sc.DeMo(channels(model, embeddings, transform, weight_decay=0.1), lr, **options)
+    groups = channels(model, embeddings, transform, embeddings_topk, weight_decay=0.1)
+    optimizer = sc.DeMo(groups, lr, **options)
     planned = optimizer.exchange.planned_wire_bytes_per_step
     sent = published_bytes(optimizer.exchange) if options.get("compat") == "paper" else None
     return Replica(
@@ -203,7 +213,11 @@ def published_bytes(exchange: sc.MomentumExchange) -> int:
 
 
 def channels(
-    model: nn.Module, embeddings: str = "dense", transform: str = "dct", **options: Any
+    model: nn.Module,
+    embeddings: str = "dense",
+    transform: str = "dct",
+    embeddings_topk: int | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for an exchange.
 
@@ -213,11 +227,14 @@ def channels(
             blocks of gradients, as by default; `blocks`: those of their momentum, or of its cosine transform (`dct
             blocks`), as of matrices.
         transform: of the blocks of matrices, "dct" or "none".
+        embeddings_topk: elements of a block of an embedding; None for the default.
         options: of `param_groups`.
     """
     groups = sc.param_groups(model, **options)
     for group in groups:
         group["transform"] = transform
+        if group["role"] == "embedding" and embeddings_topk is not None:
+            group["topk"] = embeddings_topk
         if group["role"] == "embedding" and embeddings != "sparse gradients":
             group["role"] = "vector" if embeddings == "dense" else "matrix"
             group["transform"] = "dct" if embeddings == "dct blocks" else "none"
@@ -233,6 +250,7 @@ def exchanged(
     dense_lr: float | None = None,
     embeddings: str = "dense",
     transform: str = "dct",
+    embeddings_topk: int | None = None,
     **options: Any,
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
@@ -241,7 +259,7 @@ def exchanged(
     gradients are synchronized keep a first beta of 0.9.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
-    sent = channels(model, embeddings, transform, weight_decay=0.1)
+    sent = channels(model, embeddings, transform, embeddings_topk, weight_decay=0.1)
     exchange = sc.MomentumExchange(sent, **{"topk": 8, "exchange": "all_gather", **OURS, **options})
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
     rest = (0.98, 0.995) if came else (0.98,)

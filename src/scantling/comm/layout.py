@@ -3,9 +3,10 @@
 - A parameter with at least two dims, at least `MIN_MATRIX_NUMEL` elements and the role `matrix` is divided into blocks
   of at most chunk x chunk. Of the coefficients of a block's cosine transform, a share of topk / chunk^2 is sent, at
   least one: a smaller block sends less.
-- The table of an embedding or an output layer of that size is divided into the same blocks. As many elements of its
-  gradient are sent, without a transform: rows belong to tokens, so neighboring rows have nothing in common. What is not
-  sent stays in the residual without decay, because a rare token may not return for many steps.
+- The table of an embedding or an output layer of that size is divided into the same blocks. The largest elements of its
+  gradient are sent, without a transform: rows belong to tokens, so neighboring rows have nothing in common. They are
+  `TABLE_FACTOR` times as many as coefficients of a matrix, because an element that is not sent does not move. What is
+  not sent stays in the residual without decay, because a rare token may not return for many steps.
 - Everything else (vectors, small parameters) is sent densely, without a transform: in rows of at most `ROW` elements
   along the last dim, or along all dims if that one is short. Each row has its own scale.
 - With `exchange="dense"`, blocks are single elements and everything is sent.
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 MIN_MATRIX_NUMEL = 4096
 ROW = 128
 """Largest number of elements of a dense parameter that share a scale."""
+TABLE_FACTOR = 4
+"""Elements of an embedding's block that are sent for each coefficient of a matrix's: docs/evidence/network.md."""
 MAX_GROUP_NUMEL = 1 << 24
 """Elements of a block group, which bounds temporary memory; a larger parameter has its own group."""
 MAX_GROUP_NUMEL_CUDA = 1 << 28
@@ -266,6 +269,9 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
             raise UserError(f"matrix_dims must be dims of shape {shape}, of rows and of columns; given {view!r}")
         grid = make_grid(shape, view, chunk, divide=is_paper)
         size = grid.height * grid.width
+        # local steps send elements of matrices, too, and equally many
+        if is_table and group["transform"] == "dct":
+            topk = min(chunk**2, TABLE_FACTOR * topk)
         # The published code sends topk coefficients of a smaller block too.
         k = min(topk, size) if is_paper else max(1, min(size, round(topk * size / chunk**2)))
         codec = TopKCodec(size, k, group["values"])
