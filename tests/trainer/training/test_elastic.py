@@ -25,7 +25,7 @@ from scantling.trainer.data.loader import Batch, BatchSource
 from scantling.trainer.data.sampler import Sampler
 from scantling.trainer.recipe import load_recipe
 from scantling.trainer.training import build
-from scantling.trainer.training.elastic import LIGHTHOUSE
+from scantling.trainer.training.elastic import LIGHTHOUSE, compare_identities, hash_identity
 from scantling.trainer.training.sinks import Sink
 from scantling.trainer.training.step import Stepper
 from tests.processes import quiet_exit, server
@@ -251,6 +251,25 @@ def test_other_recipe_or_data_is_refused(replicas: Replicas, tmp_path: Path) -> 
         assert said in done.stderr
         assert not list((tmp_path / name).glob("checkpoints/step-*"))
     replicas.wait_for(1, "a")
+
+
+def test_hash_has_what_is_compared(tmp_path: Path) -> None:
+    def identity(**changed: Any) -> dict[str, Any]:
+        recipe = load_recipe(recipe_of(tmp_path, **changed)).model_dump(mode="json")
+        return {"recipe": recipe, "fingerprint": "data", "decoder": "PyTorch"}
+
+    own = identity()
+    write_corpus(tmp_path / "elsewhere.txt")
+    for same in (
+        {"train": {"steps": 1000, "checkpoint_every": 7}},
+        {"data": {"text": str(tmp_path / "elsewhere.txt")}},
+    ):
+        compare_identities(identity(**same), own)
+        assert hash_identity(identity(**same)) == hash_identity(own)
+    for other in (identity(optim={"name": "sign", "lr": 2e-3}), {**own, "fingerprint": "x"}, {**own, "decoder": "x"}):
+        with pytest.raises(UserError, match="the other replicas"):
+            compare_identities(other, own)
+        assert hash_identity(other) != hash_identity(own)
 
 
 def test_lighthouse_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

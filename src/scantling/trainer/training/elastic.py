@@ -8,10 +8,12 @@ optimizer state and position in the data from another one. Each replica then com
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import platform
 import socket
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,7 +26,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from scantling.comm import TorchFTGroup
 from scantling.errors import RunError, UserError, first_line
 from scantling.trainer.recipe import Recipe
-from scantling.trainer.training.resume import FREE_KEYS, compare_data, compare_recipes
+from scantling.trainer.recipe.parsing import flatten
+from scantling.trainer.training.resume import FREE_KEYS, PATH_KEYS, compare_data, compare_recipes
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +205,13 @@ def compare_identities(other: dict[str, Any], own: dict[str, Any]) -> None:
             f"this replica has {own['decoder']}, and the other replicas have {other['decoder']}, which would round "
             "otherwise. Set the same OMP_NUM_THREADS, and install the same PyTorch"
         )
+
+
+def hash_identity(identity: dict[str, Any]) -> int:
+    """Return a hash of what `compare_identities` compares."""
+    keys = {key: value for key, value in flatten(identity["recipe"]) if key not in FREE_KEYS | PATH_KEYS}
+    text = json.dumps([keys, identity["fingerprint"], identity["decoder"]], sort_keys=True)
+    return zlib.crc32(text.encode())
 
 
 def check_elastic() -> None:

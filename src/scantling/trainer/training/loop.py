@@ -7,11 +7,9 @@ taken and recorded again.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +40,7 @@ from scantling.trainer.training.checkpoint_state import (
     rng_state,
     tensor_state,
 )
-from scantling.trainer.training.elastic import ElasticReplicas, JoinedState
+from scantling.trainer.training.elastic import ElasticReplicas, JoinedState, hash_identity
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
 from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.signals import StopSignal
@@ -144,7 +142,7 @@ class Loop:
         # 1. learning rate and batches
         began = time.perf_counter()
         if self.elastic is not None and not self._find_replicas(self.elastic, stop):
-            self._start_save()
+            self._save_before_end()
             return True
         step = self.step + 1
         lr = self._set_lr(step)
@@ -164,7 +162,7 @@ class Loop:
             )
         except UserError:  # another replica differs, before anything was updated
             if self.elastic is not None:
-                self._start_save()
+                self._save_before_end()
             raise
         seconds = self.stepper.watch.read()
         step_s = time.perf_counter() - began
@@ -198,7 +196,7 @@ class Loop:
         decoder = describe_decoder(self.context.device, has_products=True)
         identity = {"recipe": self.recipe, "fingerprint": self.fingerprint, "decoder": decoder}
         # replicas that resume at the same step take over nothing
-        exchange.inner.compared_values["run"] = zlib.crc32(json.dumps(identity, sort_keys=True).encode())
+        exchange.inner.compared_values["run"] = hash_identity(identity)
         elastic.join(self.step, identity, self.model, self.stepper.optimizer, exchange.inner, progress)
 
     def _find_replicas(self, elastic: ElasticReplicas, stop: StopSignal) -> bool:
@@ -212,7 +210,7 @@ class Loop:
             if not elastic.begin_step(lambda: stop.received is not None):
                 return False
         except RunError:
-            self._start_save()  # the error ends the run
+            self._save_before_end()
             raise
         if self.step != step:
             self.sink.message(f"took over the state of step {self.step} from another replica")
@@ -225,7 +223,7 @@ class Loop:
         """Report a step whose exchange broke; raise a RunError, after a checkpoint, if too many did in a row."""
         self._num_broken += 1
         if self._num_broken == MOST_BROKEN:
-            self._start_save()
+            self._save_before_end()
             raise RunError(f"step {step}: the exchange between the replicas broke {MOST_BROKEN} times in a row")
         self.sink.message(f"step {step} is repeated, because a replica has left or does not answer")
 
@@ -236,6 +234,11 @@ class Loop:
     def _load_progress(self, values: Mapping[str, Any]) -> None:
         self.step, self.tokens = values["step"], values["tokens"]
         self.batches.load_state_dict(values["data"])
+
+    def _save_before_end(self) -> None:
+        """Save a checkpoint of the last step, if there was one, before something else ends the run."""
+        if self.step:
+            self._start_save()
 
     def _start_save(self) -> None:
         """Save a checkpoint of the last step, in the background if the recipe says so."""
