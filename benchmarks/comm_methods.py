@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dion import Dion
+from dion import Dion, average_over_replicas
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -89,23 +89,28 @@ def numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.optim.Optimizer:
-    """Return AdamW without weight decay on vectors.
+def adamw_groups(model: nn.Module, lr: float, dense_lr: float | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for AdamW, without weight decay on vectors.
 
     Args:
         model: the model to train.
         lr: learning rate of matrices.
         dense_lr: learning rate of embeddings and vectors; `lr` by default.
     """
-    groups = [
+    return [
         {
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
             "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
+            "role": group["role"],
         }
         for group in sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=ADAMW["betas"])  # type: ignore[arg-type]
+
+
+def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.optim.Optimizer:
+    """Return AdamW on `adamw_groups`."""
+    return torch.optim.AdamW(adamw_groups(model, lr, dense_lr), lr=lr, betas=ADAMW["betas"])  # type: ignore[arg-type]
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -233,9 +238,11 @@ def channels(
     groups = sc.param_groups(model, **options)
     for group in groups:
         group["transform"] = transform
-        if group["role"] == "embedding" and embeddings_topk is not None:
+        if group["role"] != "embedding":
+            continue
+        if embeddings_topk is not None:
             group["topk"] = embeddings_topk
-        if group["role"] == "embedding" and embeddings != "sparse gradients":
+        if embeddings != "sparse gradients":
             group["role"] = "vector" if embeddings == "dense" else "matrix"
             group["transform"] = "dct" if embeddings == "dct blocks" else "none"
     return groups
@@ -313,22 +320,18 @@ class Both:
 
 def dion(model: nn.Module, lr: float, *, rank: int, dense_lr: float | None = None) -> Replica:
     """Return a replica that averages factors of matrices, see `dion.Dion`, and the gradients of the rest for AdamW."""
-    groups = sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
-    params = {
-        role: [param for group in groups if (group["role"] == "matrix") == role for _, param in group["params"]]
-        for role in (True, False)
-    }
-    matrices = Dion(params[True], lr, rank=rank, weight_decay=0.1)
-    rest = torch.optim.AdamW(params[False], lr=dense_lr or lr, betas=ADAMW["betas"], weight_decay=0.0)  # type: ignore[arg-type]
+    groups = adamw_groups(model, lr, dense_lr)
+    matrices = Dion([group for group in groups if group["role"] == "matrix"], lr, rank=rank)
+    rest = torch.optim.AdamW([group for group in groups if group["role"] != "matrix"], betas=ADAMW["betas"])  # type: ignore[arg-type]
+    others = [param for group in rest.param_groups for param in group["params"]]
 
     def average() -> None:
-        for param in params[False]:
+        for param in others:
             assert param.grad is not None
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+            average_over_replicas(param.grad)
 
     def computed() -> float:
-        dense = sum(param.numel() for param in params[False])
+        dense = sum(param.numel() for param in others)
         return float(matrices.wire_bytes() + allreduce_wire_bytes(4 * dense, dist.get_world_size()))
 
     return Replica(model, Both(matrices, rest), computed, exchanging=average)

@@ -24,7 +24,7 @@ class Dion(torch.optim.Optimizer):
         M = B - (1 - decay) P (B^T P)^T;  Q = R with columns of norm 1;  weight -= lr sqrt(m / n) P Q^T
 
     Args:
-        matrices: two-dimensional parameters.
+        matrices: two-dimensional parameters, or groups of them.
         lr: learning rate.
         rank: r.
         decay: of the momentum.
@@ -32,7 +32,7 @@ class Dion(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float, *, rank: int, decay: float = 0.95, weight_decay: float = 0.0
+        self, matrices: Iterable[Any], lr: float, *, rank: int, decay: float = 0.95, weight_decay: float = 0.0
     ) -> None:
         super().__init__(matrices, {"lr": lr, "rank": rank, "decay": decay, "weight_decay": weight_decay})
         generator = torch.Generator().manual_seed(0)  # the same basis on all replicas
@@ -49,10 +49,10 @@ class Dion(torch.optim.Optimizer):
                 assert param.grad is not None
                 state = self.state[param]
                 momentum, basis = state["momentum"].add_(param.grad), state["basis"]
-                left = torch.linalg.qr(_mean(momentum @ basis)).Q
+                left = torch.linalg.qr(average_over_replicas(momentum @ basis)).Q
                 own = momentum.t() @ left
                 momentum.sub_(left @ own.t(), alpha=1.0 - group["decay"])
-                right = _mean(own.clone())
+                right = average_over_replicas(own.clone())
                 state["basis"] = right / right.norm(dim=0).clamp(min=1e-12)
                 rows, cols = param.shape
                 param.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -64,7 +64,7 @@ class Dion(torch.optim.Optimizer):
         return allreduce_wire_bytes(4 * numel, dist.get_world_size())
 
 
-def _mean(values: Tensor) -> Tensor:
+def average_over_replicas(values: Tensor) -> Tensor:
     """Average a tensor over all replicas, in place."""
     dist.all_reduce(values)
     return values.div_(dist.get_world_size())

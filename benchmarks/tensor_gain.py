@@ -100,8 +100,8 @@ def main() -> int:
 
     def seeds(item: tuple[str, float]) -> None:
         lr = GRIDS[item[0]].best(swept(ledger.lines(), *item))
-        if lr is not None:
-            side_by_side(1, ledger.run, [make_spec(*item, lr, seed) for seed in SEEDS])
+        for seed in SEEDS if lr is not None else ():
+            ledger.run(make_spec(*item, lr, seed))
 
     if options.phase == "report":
         report(ledger.lines())

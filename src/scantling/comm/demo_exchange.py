@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -99,19 +99,14 @@ class DemoExchange(GradientExchange):
         if self.clip is not None and bool(torch.isfinite(self.norm)):
             clip_gradients(params, self.clip, self.norm)
         if self.share != 1.0:
-            for param in params:
-                if param.grad is not None:
-                    param.grad *= self.share
+            _scale_gradients(params, self.share)
         has_result = inner.exchange()
         self.is_applied = has_result or not self.is_elastic
         # over all processes: those that share a replica see different data, too
         self.wire_bytes = inner.wire_bytes + (0 if self.is_elastic else average_buffers(self._model))
         self.nonfinite_ranks, self.local_nonfinite = tuple(inner.nonfinite_ranks), inner.local_nonfinite
         if self._shares is not None and self.nonfinite_ranks:
-            factor = mean_correction(self._shares, self.nonfinite_ranks)
-            for param in params:
-                if param.grad is not None:
-                    param.grad *= factor
+            _scale_gradients(params, mean_correction(self._shares, self.nonfinite_ranks))
 
     @property
     def inner(self) -> MomentumExchange:
@@ -156,3 +151,9 @@ class DemoExchange(GradientExchange):
         self.inner.load_shared_state_dict(
             {"step": state["step"], "pending": {name.removeprefix(_PENDING): tensors[name] for name in pending}}
         )
+
+
+def _scale_gradients(params: Iterable[Tensor], factor: float) -> None:
+    for param in params:
+        if param.grad is not None:
+            param.grad *= factor

@@ -253,7 +253,7 @@ def make_spec(shape: tuple[int, ...], numel: int, group: Group, *, dense: bool =
     chunk, topk = group["chunk"], group["topk"]
     is_paper = group["compat"] == "paper"
     is_matrix = is_paper or is_block_matrix(shape, numel, group["role"])
-    # cores of TT embeddings have more dims; they are few and their gradients are dense
+    # cores of TT embeddings have more dims; they are small, and their gradients are dense
     is_table = not is_paper and group["role"] == "embedding" and len(shape) == 2 and _is_large(shape, numel)
     # Dense exchange: blocks of one element, so that tensors are copied without a transform.
     if dense:

@@ -369,7 +369,7 @@ def _check_release(content: Content) -> Iterator[Fault]:
 
 
 _LOCAL = "comm.name: local_steps or diloco"
-_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL, "elastic": "comm.name: demo"}
+_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL}
 """Methods that alone have a key."""
 
 
@@ -385,7 +385,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if name in ("local_steps", "diloco"):
         yield from _check_local_steps(content)
     else:
-        for key in ("outer_lr", "outer_momentum"):
+        for key in _USERS:
             if _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", f"has an effect with {_USERS[key]} alone")
     if _changed(comm, CommSection, "find_unused_parameters"):
@@ -426,22 +426,22 @@ def _check_comm(content: Content) -> Iterator[Fault]:
 def _check_elastic(content: Content) -> Iterator[Fault]:
     if get_section(content, "comm").get("elastic") is not True:
         return
-    for section, key, least, why in (
-        ("comm", "delay", 0, "needs replicas that stay"),
-        ("comm", "overlap", False, "needs replicas that stay"),
-        ("comm", "state_sync_every", None, "needs replicas that stay"),
-        ("comm", "sync_every", 1, "is not possible with replicas that leave"),
-        ("comm", "budget", None, "is for a known number of replicas"),
-        ("comm", "link", None, "is for a known number of replicas"),
-        ("data", "workers", 0, "make batches ahead, of a share that may change"),
-        ("parallel", "shard", 1, "divides a model among processes of one run, and each elastic replica is a run"),
-        ("parallel", "replicate", None, "counts replicas, whose number changes"),
-        ("parallel", "batch_shares", None, "counts replicas, whose number changes"),
-        ("tensor", "size_target", None, "changes shapes, which a joining replica could not take over"),
+    for name, model, key, why in (
+        ("comm", CommSection, "delay", "needs replicas that stay"),
+        ("comm", CommSection, "overlap", "needs replicas that stay"),
+        ("comm", CommSection, "state_sync_every", "needs replicas that stay"),
+        ("comm", CommSection, "sync_every", "is not possible with replicas that leave"),
+        ("comm", CommSection, "budget", "is for a known number of replicas"),
+        ("comm", CommSection, "link", "is for a known number of replicas"),
+        ("data", DataSection, "workers", "make batches ahead, of a share that may change"),
+        ("parallel", ParallelSection, "shard", "divides a model among processes of one run; a replica is one process"),
+        ("parallel", ParallelSection, "replicate", "counts replicas, whose number changes"),
+        ("parallel", ParallelSection, "batch_shares", "counts replicas, whose number changes"),
+        ("tensor", TensorSection, "size_target", "changes shapes, which a joining replica could not take over"),
     ):
-        given = get_section(content, section).get(key, least)
-        if given not in (least, None):
-            yield Fault(f"{section}.{key}", f"{why}; leave it or comm.elastic out", str(given))
+        section = get_section(content, name)
+        if _changed(section, model, key):
+            yield Fault(f"{name}.{key}", f"{why}; leave it or comm.elastic out", str(section[key]))
     if get_section(content, "comm").get("exchange") == "dense":
         problem = "keeps a momentum that a joining replica would not have; leave one of both out"
         yield Fault("comm.exchange", problem, "exchange: dense")

@@ -42,20 +42,16 @@ MOST_FAILED = 3
 
 
 class ElasticReplicas:
-    """Connection of this replica to those that train with it.
+    """Connection of this replica to those that train with it; first call `check_elastic`.
 
     Args:
         timeout_s: seconds after which a replica that does not answer in an exchange is left out.
 
     Attributes:
         group: process group for the exchange.
-
-    Raises:
-        UserError: torchft is missing, or the lighthouse has no valid address.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        check_elastic()
         os.environ.setdefault("RUST_LOG", "warn")  # torchft reports several lines in each step otherwise
         import torchft
 
@@ -183,18 +179,6 @@ class ElasticReplicas:
             self._processes.abort()
 
 
-class JoinedState:
-    """State of a training loop that joining replicas take over, as an object like an optimizer.
-
-    Args:
-        save: returns the state.
-        load: takes it over.
-    """
-
-    def __init__(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
-        self.state_dict, self.load_state_dict = save, load
-
-
 def compare_identities(other: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise a UserError if recipe, data or decoder of this replica differ from those of the others."""
     where = "the other replicas"
@@ -208,7 +192,7 @@ def compare_identities(other: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def hash_identity(identity: dict[str, Any]) -> int:
-    """Return a hash of what `compare_identities` compares."""
+    """Return a hash of recipe, data and decoder, without the keys that `compare_identities` leaves out."""
     keys = {key: value for key, value in flatten(identity["recipe"]) if key not in FREE_KEYS | PATH_KEYS}
     text = json.dumps([keys, identity["fingerprint"], identity["decoder"]], sort_keys=True)
     return zlib.crc32(text.encode())
@@ -218,24 +202,20 @@ def check_elastic() -> None:
     """Raise a UserError if this machine cannot run an elastic replica."""
     if importlib.util.find_spec("torchft") is None:
         raise UserError("comm.elastic needs torchft: pip install 'scantling[torchft]'")
-    address = os.environ.get(LIGHTHOUSE, "")
-    try:
-        parts = urlsplit(address)
-        valid = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
-    except ValueError:
-        valid = False
-    if not valid:
-        raise UserError(
-            f"comm.elastic needs the address of the lighthouse in the environment variable {LIGHTHOUSE}, such as "
-            f"http://host:29510; given {address!r}. Start one with: torchft_lighthouse --min_replicas 1"
-        )
+    _lighthouse()
 
 
 def _lighthouse() -> tuple[str, int]:
-    parts = urlsplit(os.environ[LIGHTHOUSE])
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+    """Return host and port of the lighthouse; raise a UserError without a valid address."""
+    address = os.environ.get(LIGHTHOUSE, "")
+    with suppress(ValueError):  # a port that is no number
+        parts = urlsplit(address)
+        if parts.scheme == "http" and parts.hostname and parts.port is not None:
+            return parts.hostname, parts.port
+    raise UserError(
+        f"comm.elastic needs the address of the lighthouse in the environment variable {LIGHTHOUSE}, such as "
+        f"http://host:29510; given {address!r}. Start one with: torchft_lighthouse --min_replicas 1"
+    )
 
 
 def _lighthouse_answers() -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from scantling.trainer.training.checkpoint_state import (
     rng_state,
     tensor_state,
 )
-from scantling.trainer.training.elastic import ElasticReplicas, JoinedState, hash_identity
+from scantling.trainer.training.elastic import ElasticReplicas, hash_identity
 from scantling.trainer.training.meters import EnergyMeter, MemoryMeter
 from scantling.trainer.training.schedule import Schedule
 from scantling.trainer.training.signals import StopSignal
@@ -191,7 +192,8 @@ class Loop:
 
     def _join(self, elastic: ElasticReplicas) -> None:
         """Make the state of this replica available to others that join."""
-        exchange, progress = self.stepper.exchange, JoinedState(self._progress, self._load_progress)
+        exchange = self.stepper.exchange
+        progress = SimpleNamespace(state_dict=self._progress, load_state_dict=self._load_progress)
         assert isinstance(exchange, DemoExchange), "a checked recipe asks for this with demo only"
         decoder = describe_decoder(self.context.device, has_products=True)
         identity = {"recipe": self.recipe, "fingerprint": self.fingerprint, "decoder": decoder}
