@@ -46,6 +46,7 @@ MATRIX = {
     "dense adamw allreduce": (2, 2),
     "dense sign demo": (2, 2),
     "dense int8 demo products": (2, 2),
+    "dense int8 demo": (2, 2),
     "dense int4 allreduce products": (1, 2),
     "tensor adamw allreduce products": (1, 2),
     "tensor came demo": (2, 2),
@@ -67,8 +68,12 @@ QUICK = (
     "released allreduce micro checkpointed",
 )
 """Cases that run by default; together they have most of the parts."""
-ROUGH = {"bf16": 0.02}
-"""Largest difference of the loss; by default fp32 rounding."""
+TOLERANCES = {"bf16": 0.02, "products": 2e-4}
+"""Largest difference of the loss per step.
+
+By default fp32 rounding. Int8 products round activations and gradients to 256 values, so a difference of fp32 rounding
+becomes one of 1 / 256, and other elements of an embedding's gradient are its largest.
+"""
 
 
 def recipe_of(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
@@ -99,8 +104,9 @@ def test_sharded_run_equals_unsharded_and_resumes_bitwise(
     for key in ("loss", "grad_norm"):
         record_property(key, max(abs(other[key] / one[key] - 1) for one, other in pairs))
     record_property("mesh", f"{replicas} x {shards}")
+    tolerance = max(TOLERANCES.get(word, 2e-5) for word in name.split())
     for one, other in pairs:
-        assert other["loss"] == pytest.approx(one["loss"], abs=ROUGH.get(name.split()[0], 2e-5) * one["step"])
+        assert other["loss"] == pytest.approx(one["loss"], abs=tolerance * one["step"])
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
         if "tensor" not in name and "target" not in name:  # TT layers stay whole
             assert other["weight_bytes"] < 0.9 * one["weight_bytes"]
