@@ -227,19 +227,23 @@ class Residuals:
         """Subtract as `subtract` in a kernel; return False if there is none for this case.
 
         The next accumulation subtracts from fp32 residuals, which saves a pass over them. An int8 residual is rounded
-        now: it must not depend on whether somebody reads it in between.
+        now: it must not depend on whether somebody reads it in between. Without a transform, few elements of an fp32
+        residual change, and no pass over it is needed.
         """
         parts = [(part, sign) for part, sign in ((outcome.applied, 1.0), (outcome.owner_error, -1.0)) if part]
         indices = [index for (index, _), _ in parts if index is not None]
         if block_group not in self._in_kernels:  # such as after a NaN gradient, which was not accumulated
             return False
         self._in_kernels.remove(block_group)
-        if not parts or len(indices) < len(parts) or not block_group.spec.transformed:
+        if not parts or len(indices) < len(parts):
+            return False
+        own = [self.params[slot.param] for slot in block_group.slots]
+        is_fp32 = self.state[own[0]]["residual"].dtype == torch.float32
+        if is_fp32 and not block_group.spec.transformed:
             return False
         signed = [values if sign == 1.0 else -values for (_, values), sign in parts]
         index, values = (each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in (indices, signed))
-        own = [self.params[slot.param] for slot in block_group.slots]
-        if self.state[own[0]]["residual"].dtype == torch.float32:
+        if is_fp32:
             assert block_group not in self._sent, "an accumulation by a kernel subtracts the coefficients before"
             self._sent[block_group] = own, index, values
         else:

@@ -318,9 +318,10 @@ def test_exchange_with_kernels_equals_pytorch_operations(
     assert launched == {"accumulate_and_select", "add", "pack", "unpack", "message_checksum"} | owner
 
 
-def test_int8_residuals_are_rounded_without_bias() -> None:
+@pytest.mark.parametrize("transform", ["dct", "none"])
+def test_int8_residuals_are_rounded_without_bias(transform: str) -> None:
     shapes = [(64, 64), (100, 128)]
-    for block_group in block_groups(shapes, topk=4):
+    for block_group in block_groups(shapes, topk=4, transform=transform):
         scales_of = {shape: torch.Size(shape).numel() // RESIDUAL_ROW for shape in shapes}
         gradients = of(block_group, make_tensors(1, shapes))
         grids = [slot.grid.shape for slot in block_group.slots]
@@ -344,7 +345,7 @@ def test_int8_residuals_are_rounded_without_bias() -> None:
             assert difference.abs().max() < 2.5 * step
             assert difference.mean().abs() < 0.05 * step
     # Values far below a step of their row are kept on average; to the nearest code all of them would be 0.
-    (block_group,) = block_groups([(64, 64)], topk=1)
+    (block_group,) = block_groups([(64, 64)], topk=1, transform=transform)
     small = torch.full((64, 64), 1e-3, device=DEVICE)
     small[:, 0] = 1.0
     codes, scales = torch.zeros(64, 64, dtype=torch.int8, device=DEVICE), torch.zeros(64, device=DEVICE)
@@ -354,8 +355,51 @@ def test_int8_residuals_are_rounded_without_bias() -> None:
         triton.accumulate_and_select(block_group, [codes], [small], scales=[scales], seed=seed << 24)
         total += float(decode_int8(codes, scales)[:, 1:].mean())
     assert 0.7e-3 < total / 4 < 1.3e-3
-    (block_group,) = block_groups([(64, 48)], topk=4)  # rows of blocks do not share a scale
+    (block_group,) = block_groups([(64, 48)], topk=4, transform=transform)  # rows of blocks do not share a scale
     assert not triton.can_accumulate(block_group, [torch.zeros(64, 48, dtype=torch.int8, device=DEVICE)], [None])
+    # nor is there a kernel for blocks that send everything
+    (block_group,) = block_groups([(2, 2048)], topk=4096, transform=transform)
+    assert block_group.spec.codec.is_dense
+    assert block_group.spec.width == RESIDUAL_ROW
+    assert not triton.can_accumulate(block_group, [torch.zeros(2, 2048, dtype=torch.int8, device=DEVICE)], [None])
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "owner"])
+@pytest.mark.parametrize("role", ["matrix", "embedding"])
+def test_int8_residuals_are_updated_by_kernels_alone(role: str, exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is built in fp32, and rounded residuals lose little of all gradients."""
+    launched = count_launches(monkeypatch)
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("blocks are built")
+
+    monkeypatch.setattr(BlockGroup, "to_blocks", refuse)
+
+    def work(group: Any) -> list[Tensor]:
+        param = nn.Parameter(torch.zeros(70, 128, device=DEVICE))
+        made = MomentumExchange(
+            [{"params": [param], "role": role}],
+            process_group=group,
+            topk=2,
+            decay=1.0,
+            residual="int8",
+            exchange=exchange,
+            check_every=None,
+        )
+        given, applied = torch.zeros_like(param), torch.zeros_like(param)
+        for step in range(3):
+            (param.grad,) = make_tensors(20 + 5 * step + group.rank, [(70, 128)])
+            given += param.grad
+            made.exchange()
+            applied += param.grad
+        assert made.residuals.state[param]["residual"].dtype == torch.int8
+        return [given, applied, made.residuals.read(param)]
+
+    found = together(2, work)
+    given, applied, left = ((found[0][kind] + found[1][kind]) / 2 for kind in range(3))
+    assert torch.equal(found[0][1], found[1][1])
+    assert (given - applied - left).abs().max() < 0.2
+    assert {"accumulate_and_select", "add_to_coded"} <= launched
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "owner"])
@@ -551,9 +595,10 @@ for size, precision, flag in ((16, "ieee", False), (64, "tf32", True)):
     ptx = build(kernels.select, capability, types, transformed=flag, coded=False, **how)
     assert "ld.global.v4.b32" in ptx, "residuals are read one number at a time"
     build(kernels.add_transformed, capability, types, overwrite=flag, **how)
-how = {**block, "size": 16, "precision": "tf32"}
-build(kernels.select, capability, types, transformed=True, coded=True, aligned=True, **how)
-build(kernels.add_to_coded, capability, types, **how)
+for flag, precision in ((True, "tf32"), (False, "ieee")):
+    how = {**block, "precision": precision}
+    build(kernels.select, capability, types, transformed=flag, coded=True, aligned=True, size=16, **how)
+    build(kernels.add_to_coded, capability, types, size=64, **how)
 build(kernels.select_again, capability, types, size=64, **block)
 build(kernels.add_numbers, capability, types, height=64, width=64, size=256)
 row = {"height": 1, "width": 128, "down": 1, "across": 128}

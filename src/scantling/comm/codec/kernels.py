@@ -210,7 +210,7 @@ def select(
 
     Args:
         down_basis, across_basis: (down, down) and (across, across), padded with zeros.
-        sent_index, sent_values: (blocks, sent), coefficients of s, which a transform has; `sent` may be 0.
+        sent_index, sent_values: (blocks, sent), coefficients of s; `sent` is 0 without a transform or with `coded`.
         index, values: (blocks, k), written, by ascending index.
         seed: of the rounding; program n takes seed + n.
         height, width: of a block; `down` and `across` are powers of 2 of at least that size.
@@ -221,12 +221,13 @@ def select(
     block = tl.program_id(0).to(tl.int64)  # blocks * k can exceed 2^31
     r = _load_residual(table, fields, offset, inside, width, coded, aligned)
     # (4) of exchange.py for the previous exchange, then (1) in fp32: M <- g + decay (M - s). Padding is zero.
-    if sent > 0:
-        s = _sum_products(
-            down_basis, across_basis, sent_index + block * sent, sent_values + block * sent, sent, width, down, across,
-            size, precision,
-        )  # fmt: skip
-        r = tl.where(inside, r - s, 0.0)
+    if transformed and not coded:  # noqa: SIM102  (known when the kernel compiles)
+        if sent > 0:
+            s = _sum_products(
+                down_basis, across_basis, sent_index + block * sent, sent_values + block * sent, sent, width, down,
+                across, size, precision,
+            )  # fmt: skip
+            r = tl.where(inside, r - s, 0.0)
     x = _load(table, fields + _GRADIENT, tl.load(fields + _GRADIENT_KIND), offset, inside, aligned) + decay * r
     _store_residual(table, fields, offset, inside, x, seed, i, j, width, coded, aligned)
     # Q = C_h B C_w^T
@@ -315,7 +316,10 @@ def add_to_coded(
     table, owners, down_basis, across_basis, index, values, count, scale, seed, height: tl.constexpr,
     width: tl.constexpr, down: tl.constexpr, across: tl.constexpr, size: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Add as `add_transformed` to int8 residuals, by stochastic rounding; program n takes seed + n."""
+    """Add as `add_transformed` to int8 residuals, by stochastic rounding; program n takes seed + n.
+
+    With unit matrices as bases, coefficients are elements.
+    """
     fields, offset, inside, i, j = _elements(table, owners, height, width, down, across, False)
     first = tl.program_id(0).to(tl.int64) * count
     x = _sum_products(

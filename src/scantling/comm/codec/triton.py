@@ -23,7 +23,7 @@ from scantling.numerics.device import FLOATS, DeviceTable, device_context, has_k
 from scantling.numerics.torch_private import foreach_zero_
 
 if TYPE_CHECKING:
-    from scantling.comm.codec.block_group import BlockGroup
+    from scantling.comm.codec.block_group import BlockGroup, BlockSpec
     from scantling.comm.codec.topk import TopKCodec
 
 DEVICES = ("cuda",)
@@ -80,7 +80,8 @@ def accumulate_and_select(
         block_group: the tensors are those of its parameters, in order.
         residuals: fp32, or int8 with scales; overwritten. None if the group keeps none.
         gradients: None counts as zero.
-        sent: index and values of the coefficients of s, (blocks, n); only with a transform. Empty for none.
+        sent: index and values of the coefficients of s, (blocks, n); only with a transform and fp32 residuals. Empty
+            for none.
         scales: of int8 residuals, one for each row of each block; overwritten.
         seed: of their stochastic rounding.
 
@@ -103,6 +104,7 @@ def accumulate_and_select(
             )
         return None, values
     index = torch.empty(block_group.count, spec.codec.k, dtype=torch.int64, device=device)
+    assert not sent or (spec.transformed and not scales)
     sent_index, sent_values = sent or (index, values)
     count = sent_values.shape[1] if sent else 0
     given = [gradient for gradient in gradients if gradient is not None]
@@ -112,7 +114,7 @@ def accumulate_and_select(
             *(index, values, spec.codec.k, spec.decay, _mix(seed) if scales else 0),
             size=_terms(count),
             transformed=spec.transformed,
-            precision=_precision(spec.codec),
+            precision=_precision(spec),
             coded=bool(scales),
             aligned=_are_aligned(block_group, [*tensors, *given]),
             **_shape(block_group),
@@ -161,7 +163,7 @@ def add(
                 *(table, plan.owners, plan.down, plan.across, index, values, count, scale),
                 size=_terms(count),
                 overwrite=overwrite,
-                precision=_precision(spec.codec),
+                precision=_precision(spec),
                 aligned=_are_aligned(block_group, tensors),
                 **shape,
             )
@@ -188,7 +190,7 @@ def add_to_coded(
     scales: Sequence[Tensor],
     seed: int,
 ) -> None:
-    """Decode coefficients as `add`, with a transform, and add them to int8 residuals by stochastic rounding.
+    """Decode coefficients as `add`, and add them to int8 residuals by stochastic rounding.
 
     Args:
         block_group: for which `can_accumulate` holds with these residuals.
@@ -206,7 +208,7 @@ def add_to_coded(
             *(table, plan.owners, plan.down, plan.across, index.contiguous(), values.contiguous(), count, scale),
             seed=_mix(seed),
             size=_terms(count),
-            precision=_precision(block_group.spec.codec),
+            precision=_precision(block_group.spec),
             **_shape(block_group),
         )
 
@@ -231,7 +233,7 @@ def select_again(block_group: BlockGroup, index: Tensor, values: Tensor, senders
     from scantling.comm.codec import kernels
 
     count, shape = len(values), _shape(block_group)
-    units = [_unit_matrix(shape[side], values.device) for side in ("down", "across")]
+    units = [_padded_unit_matrix(shape[side], shape[room], values.device) for side, room in _SIDES]
     found = torch.empty(count, k, dtype=torch.int64, device=values.device), values.new_empty(count, k)
     with device_context(values):
         kernels.select_again[(count,)](
@@ -318,7 +320,10 @@ def message_checksum(message: Tensor, front: int) -> Tensor:
 
 
 class _Plan(NamedTuple):
-    """Constants of a block group on a device: the parameter of each block, both bases, and a table per launch."""
+    """Constants of a block group on a device: the parameter of each block, both bases, and a table per launch.
+
+    Without a transform, the bases are unit matrices.
+    """
 
     owners: Tensor
     down: Tensor
@@ -332,14 +337,10 @@ class _Plan(NamedTuple):
 def _make_plan(block_group: BlockGroup, device: torch.device) -> _Plan:
     shape = _shape(block_group)
     owners = program_owners([slot.grid.count for slot in block_group.slots], device)
-    down, across = (_padded_basis(shape[side], shape[room], device) for side, room in _SIDES)
+    make = _padded_basis if block_group.spec.transformed else _padded_unit_matrix
+    down, across = (make(shape[side], shape[room], device) for side, room in _SIDES)
     # A table per kind of launch: each is copied to the device only when its tensors change.
     return _Plan(owners, down, across, DeviceTable(), DeviceTable(), DeviceTable())
-
-
-@lru_cache(maxsize=64)
-def _unit_matrix(side: int, device: torch.device) -> Tensor:
-    return torch.eye(side, device=device)
 
 
 _SIDES = (("height", "down"), ("width", "across"))
@@ -349,6 +350,11 @@ def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
     basis = dct.basis(side, device, torch.float32)
     # Zero rows and columns: the padding of a tile adds nothing to its products.
     return torch.nn.functional.pad(basis, (0, room - side, 0, room - side)).contiguous()
+
+
+@lru_cache(maxsize=64)
+def _padded_unit_matrix(side: int, room: int, device: torch.device) -> Tensor:
+    return torch.eye(room, device=device)
 
 
 def _shape(block_group: BlockGroup) -> dict[str, int]:
@@ -411,11 +417,10 @@ def _is_coded(residuals: Sequence[Tensor] | None) -> bool:
 
 
 def _share_scales(block_group: BlockGroup) -> bool:
-    """Return True if block rows share the scales of int8 residuals, and coefficients are those of a transform."""
+    """Return True if each row of a block has its own scale of int8 residuals, and the block sends some elements."""
     spec = block_group.spec
-    return spec.transformed and all(
-        spec.width == RESIDUAL_ROW and slot.grid.cols % RESIDUAL_ROW == 0 for slot in block_group.slots
-    )
+    has_rows = spec.width == RESIDUAL_ROW and not spec.codec.is_dense
+    return has_rows and all(slot.grid.cols % RESIDUAL_ROW == 0 for slot in block_group.slots)
 
 
 def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
@@ -447,6 +452,10 @@ def _are_aligned(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
     return all(side % 4 == 0 for side in sides) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _precision(codec: TopKCodec) -> str:
-    """Return the precision of products: low-precision formats round more, and error feedback keeps their error."""
-    return "ieee" if torch.version.hip or codec.values in ("fp32", "bf16") else "tf32"
+def _precision(spec: BlockSpec) -> str:
+    """Return the precision of products: low-precision formats round more, and error feedback keeps their error.
+
+    Products with unit matrices are exact.
+    """
+    is_exact = torch.version.hip or not spec.transformed or spec.codec.values in ("fp32", "bf16")
+    return "ieee" if is_exact else "tf32"
