@@ -30,7 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk 8, signs": {"topk": 8, "values": "sign", "dense": "sign"},
 }
 LOCAL = {"values": "sign", "dense": "sign"}
-LOCAL_STEPS = {"5 local steps, topk 192, signs": (5, 192), "5 local steps, topk 176, signs": (5, 176)}
+LOCAL_STEPS = {
+    f"{every} local steps, topk {topk}, signs": (every, topk)
+    for every, topk in ((5, 192), (5, 176), (20, 960), (40, 4096))
+}
 """Steps between exchanges and coefficients, by name."""
 
 

@@ -28,8 +28,11 @@ OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
 
 LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3}
 """Settings of the sparse exchange after every five AdamW steps."""
-LOCAL_TOPK = {"all_gather": 192, "owner": 144}
-"""Coefficients per 4,096 that stay 200 times below 16-bit gradients: for two replicas, and for any number."""
+LOCAL_TOPK = {(5, "all_gather"): 192, (5, "owner"): 144, (20, "all_gather"): 960, (40, "all_gather"): 4096}
+"""Elements of 4,096 by local steps and strategy, which stay 200 times below 16-bit gradients for two replicas.
+
+All but the first do so for any number of replicas that exchange through owners.
+"""
 
 
 @dataclass
@@ -346,10 +349,10 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
     "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign"), every=30),
     **{
-        f"ours k{topk} h5 {way}": partial(
-            local_steps, make=partial(sparseloco, topk=topk, exchange=way, **LOCAL), every=5
+        f"ours k{topk} h{every} {way}": partial(
+            local_steps, make=partial(sparseloco, topk=topk, exchange=way, **LOCAL), every=every
         )
-        for way, topk in LOCAL_TOPK.items()
+        for (every, way), topk in LOCAL_TOPK.items()
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
     "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),

@@ -40,9 +40,10 @@ everything: a tenth of 300, as its documentation advises.
 
 In all methods but SGD, published DeMo and `ddp, one rate`, AdamW trains embeddings and vectors at the rate that is best
 for AdamW alone. This rate is swept first; afterwards only the rate of the matrices is swept. DeMo's AdamW has a
-separate rate, and this gives the other methods the same advantage. Gradients are clipped at a norm of 1 for AdamW and
-SGD. DeMo was published with a decay of 0.999, which suits long runs; it is run with 0.95, as ours is, too. Runs are
-lines of results/comm-quality.jsonl; no run is repeated.
+separate rate, and this gives the other methods the same advantage. With a vocabulary of 8,192, where the embedding is a
+large part of the model, its rate is swept for each method, too, at the best rate of the matrices. Gradients are clipped
+at a norm of 1 for AdamW and SGD. DeMo was published with a decay of 0.999, which suits long runs; it is run with 0.95,
+as ours is, too. Runs are lines of results/comm-quality.jsonl; no run is repeated.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ STARTS = {"ddp sgd": 10, "dion r4": 7, "dion r16": 7}
 OURS, BETA1_0 = "ours k8 all_gather", "exchange k8, adamw beta1 0"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
 """Methods that exchange after every five AdamW steps."""
+SELDOM, RARE = "ours k960 h20 all_gather", "ours k4096 h40 all_gather"
+"""The same after 20 and 40 steps; the second sends the signs of everything."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Work:
         steps: length of a run.
         dense_lr: AdamW's learning rate for embeddings and vectors, in all methods but ONE_RATE; found by the first
             method's sweep.
+        tunes_dense: True to sweep this rate for each method, from `dense_lr` on.
+        options: of all methods with an exchange of ours.
         methods: the methods to compare; all by default.
         eval_samples: held-out samples.
         grid: learning rates.
@@ -98,6 +103,8 @@ class Work:
     batch: int
     steps: int
     dense_lr: float
+    tunes_dense: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
     grid: Grid = GRID
@@ -125,11 +132,13 @@ WORKS = {
         eval_samples=200,
     ),
 }
+REAL_VOCABULARY = {"tunes_dense": True, "options": {"embeddings": "sparse gradients"}}
 WORKS["novels-8k"] = replace(
     WORKS["novels"],
+    **REAL_VOCABULARY,
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
     steps=1000,
-    methods=("ddp, one rate", "ddp fp32", LOCAL, BETA1_0),
+    methods=("ddp, one rate", "ddp fp32", LOCAL, SELDOM, RARE, BETA1_0, OURS),
     seeds=range(1, 4),
 )
 WORKS["shapes-resnet"] = Work(
@@ -169,9 +178,10 @@ WORKS["llama-10m-long"] = replace(
 )
 WORKS["llama-10m-8k"] = replace(
     WORKS["llama-10m-long"],
+    **REAL_VOCABULARY,
     model={"preset": "llama-10m", "overrides": {"tie_word_embeddings": False}},
     data={**WORKS["llama-10m"].data, "tokenizer": {"bpe": 8192}},
-    methods=("ddp, one rate", "ddp fp32", LOCAL, BETA1_0),
+    methods=("ddp, one rate", "ddp fp32", SELDOM, BETA1_0),
     few_seeds=range(5),
 )
 METHODS = (
@@ -197,10 +207,14 @@ METHODS = (
     "ours k2 owner",
     LOCAL,
     LOCAL_OWNER,
+    SELDOM,
+    RARE,
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
 )
 ONE_RATE = ("ddp, one rate", "ddp sgd", "demo paper")
 """First rates of methods with one rate for all parameters; the other methods sweep the rate of the matrices."""
+WITH_CHANNELS = ("ours", "exchange", "diloco", "sparseloco")
+"""Beginnings of methods whose exchange has a channel for embeddings."""
 MAIN = ("ddp fp32", OURS, LOCAL, LOCAL_OWNER)
 """Methods run with all seeds. With 8 replicas, only the owner strategy stays 200 times below 16-bit gradients."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -227,10 +241,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Variants by name: a method at its best rate, and the options that are changed."""
 VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
-    "local steps, embeddings in blocks": (LOCAL, {"embeddings": "blocks"}),
-    "local steps, embeddings in bf16": (LOCAL, {"dense": "bf16"}),
-    **{f"beta1 0, {name}": (BETA1_0, {"embeddings": name}) for name in ("blocks", "dct blocks", "sparse gradients")},
-    "beta1 0, embeddings in bf16": (BETA1_0, {"dense": "bf16"}),
+    "local steps, embeddings in full": (LOCAL, {"embeddings": "dense"}),
+    "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
 }
 """Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
 SHORTER, LONGER = (28, 208), (2600,)
@@ -251,6 +263,8 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     named |= {} if work.compute == "fp32" else {"compute": work.compute}
     if not method.startswith(ONE_RATE):
         options = {"dense_lr": work.dense_lr, **options}
+    if method.startswith(WITH_CHANNELS):
+        options = {**work.options, **options}
     return {
         **named,
         "method": method,
@@ -419,8 +433,35 @@ def swept(lines: Lines, data: str, method: str) -> list[float | None]:
 
 
 def best_rate(lines: Lines, data: str, method: str) -> float | None:
-    """Return the best rate, or None if the sweep has not ended or every run failed."""
+    """Return the best rate of matrices, or None if its sweep has not ended or every run failed."""
     return make_grid(data, method).best(swept(lines, data, method))
+
+
+def dense_grid(data: str) -> Grid:
+    return Grid(RATES, start=RATES.index(WORKS[data].dense_lr))
+
+
+def swept_dense(lines: Lines, data: str, method: str, rate: float) -> list[float | None]:
+    return GRID.results(lines, lambda dense: run_spec(data, method, rate, 0, dense_lr=dense), "eval_loss")
+
+
+def best_rates(lines: Lines, data: str, method: str) -> dict[str, float] | None:
+    """Return the best `lr`, and `dense_lr` where it is swept; None if a sweep has not ended or every run failed."""
+    rate = best_rate(lines, data, method)
+    if rate is None:
+        return None
+    if not WORKS[data].tunes_dense or method.startswith(ONE_RATE):
+        return {"lr": rate}
+    dense = dense_grid(data).best(swept_dense(lines, data, method, rate))
+    return None if dense is None else {"lr": rate, "dense_lr": dense}
+
+
+def sweep(ledger: Ledger, data: str, method: str) -> None:
+    """Run the sweeps of a method's rates."""
+    make_grid(data, method).sweep(ledger, lambda rate: run_spec(data, method, rate, 0), "eval_loss")
+    rate = best_rate(ledger.lines(), data, method)
+    if rate is not None and WORKS[data].tunes_dense and not method.startswith(ONE_RATE):
+        dense_grid(data).sweep(ledger, lambda dense: run_spec(data, method, rate, 0, dense_lr=dense), "eval_loss")
 
 
 def methods_for(data: str) -> tuple[str, ...]:
@@ -433,10 +474,10 @@ def seeds_for(data: str, method: str) -> range:
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
     for method, options in (VOCABULARY if data.endswith("8k") else SETTINGS).values():
-        rate = best_rate(lines, data, method)
-        if rate is None:
+        rates = best_rates(lines, data, method)
+        if rates is None:
             raise SystemExit(f"run the sweep of {method} first")
-        yield from (run_spec(data, method, rate, seed, **options) for seed in WORKS[data].few_seeds)
+        yield from (run_spec(data, method, seed=seed, **{**rates, **options}) for seed in WORKS[data].few_seeds)
 
 
 def report(lines: Lines, data: str) -> None:
@@ -444,6 +485,9 @@ def report(lines: Lines, data: str) -> None:
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
     for method in methods_for(data):
         print(GRID.row(method[:24], swept(lines, data, method)))
+        rate = best_rate(lines, data, method)
+        if rate is not None and WORKS[data].tunes_dense and not method.startswith(ONE_RATE):
+            print(dense_grid(data).row("  rate of embeddings", swept_dense(lines, data, method, rate)))
     one = best_rate(lines, data, ONE_RATE[0])
     if one is not None and one != WORKS[data].dense_lr:
         print(f"AdamW of one rate is best at {one:g}, but embeddings learn at {WORKS[data].dense_lr:g}: set it")
@@ -465,17 +509,15 @@ def main() -> int:
         report(ledger.lines(), options.data)
     elif options.phase == "sweep":
         for method in methods:
-            make_grid(options.data, method).sweep(
-                ledger, lambda rate, method=method: run_spec(options.data, method, rate, 0), "eval_loss"
-            )
+            sweep(ledger, options.data, method)
     elif options.phase == "seeds":
         lines = ledger.lines()
         for seed in (seeds := WORKS[options.data].seeds):
             for method in methods:
-                rate = best_rate(lines, options.data, method)
-                if rate is not None and seed in seeds_for(options.data, method):
-                    ledger.run(run_spec(options.data, method, rate, seed, options.replicas))
-                elif rate is None and seed == seeds[0]:
+                rates = best_rates(lines, options.data, method)
+                if rates is not None and seed in seeds_for(options.data, method):
+                    ledger.run(run_spec(options.data, method, seed=seed, replicas=options.replicas, **rates))
+                elif rates is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")
     elif options.phase in ("shorter", "longer"):
         work = WORKS[options.data]

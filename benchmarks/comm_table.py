@@ -80,11 +80,12 @@ def loss_table(lines: quality.Lines, data: str) -> str:
     header += [title for count in more for title in (f"{count} replicas: loss", "to AdamW")]
     rows = []
     for method in methods:
-        rate = quality.best_rate(lines, data, method)
+        rates = quality.best_rates(lines, data, method)
         runs = control if method == BASE else trained(lines, data, method, quality.REPLICAS)
-        if rate is None or not runs:
+        if rates is None or not runs:
             continue
-        row = [method, f"{rate:g}", str(len(runs)), format_seeds(runs, "eval_loss"), difference(runs, control)]
+        row = [method, ", ".join(f"{rate:g}" for rate in rates.values()), str(len(runs))]
+        row += [format_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
         row += [format_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
         for found in (others[count][method] for count in more):

@@ -43,13 +43,14 @@ def trained(
     lines: quality.Lines, data: str, method: str, replicas: int = quality.REPLICAS, **options: Any
 ) -> dict[int, Line]:
     """Return the runs of a method at its best rate, with optional changes, by seed; empty if one of them failed."""
-    rate = quality.best_rate(lines, data, method)
-    if rate is None:
+    rates = quality.best_rates(lines, data, method)
+    if rates is None:
         return {}
     seeds = quality.WORKS[data].few_seeds if options else quality.seeds_for(data, method)
-    found = {
-        seed: lines.get(spec_key(quality.run_spec(data, method, rate, seed, replicas, **options))) for seed in seeds
+    specs = {
+        seed: quality.run_spec(data, method, seed=seed, replicas=replicas, **{**rates, **options}) for seed in seeds
     }
+    found = {seed: lines.get(spec_key(spec)) for seed, spec in specs.items()}
     done = {seed: line for seed, line in found.items() if line is not None}
     return {} if any(line["eval_loss"] is None for line in done.values()) else done
 

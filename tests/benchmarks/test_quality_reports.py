@@ -122,6 +122,34 @@ def test_exchanges_on_novels_and_digits(capsys: pytest.CaptureFixture[str]) -> N
     assert printed[-1].startswith("AdamW of one rate is best at 0.002, but embeddings learn at 0.001")
 
 
+def test_rate_of_a_large_embedding_is_swept_after_that_of_matrices(capsys: pytest.CaptureFixture[str]) -> None:
+    import comm_quality as quality
+    from resumable import spec_key
+
+    data, start = "novels-8k", quality.RATES.index(quality.WORKS["novels-8k"].dense_lr)
+    lines: dict[str, dict[str, Any]] = {}
+
+    def add(worse: float, lr: int, **options: Any) -> None:
+        spec = quality.run_spec(data, quality.LOCAL, quality.RATES[lr], 0, **options)
+        assert spec["options"]["embeddings"] == "sparse gradients"
+        lines[spec_key(spec)] = {**spec, "eval_loss": 5.0 + worse}
+
+    for lr in (start - 1, start, start + 1):
+        add(abs(lr - start) / 10, lr)
+    assert quality.best_rate(lines, data, quality.LOCAL) == quality.RATES[start]
+    assert quality.best_rates(lines, data, quality.LOCAL) is None
+    for dense in (start - 1, start + 1, start + 2):
+        add(-0.1 + abs(dense - start - 1) / 5, start, dense_lr=quality.RATES[dense])
+    best = {"lr": quality.RATES[start], "dense_lr": quality.RATES[start + 1]}
+    assert quality.best_rates(lines, data, quality.LOCAL) == best
+    quality.report(lines, data)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "rate of embeddings" in line]
+    assert "4.9000" in row
+    # where it is not swept
+    assert quality.best_rates(lines, "novels", quality.LOCAL) is None
+    assert "dense_lr" not in quality.run_spec(data, "ddp, one rate", 1e-3, 0)["options"]
+
+
 def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     """Ours needs as many steps and a quarter of the time per step; PowerSGD never reaches the loss."""
     import comm_quality as quality
@@ -243,6 +271,7 @@ def test_step_time_with_few_exchanges_is_the_mean() -> None:
     assert network.step_seconds(rows, "ours k8 owner") == 1.0
     every = {method: count for method in METHODS if (count := network.exchanges_every(method)) != 1}
     local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
+    local |= {"ours k960 h20 all_gather": 20, "ours k4096 h40 all_gather": 40}
     assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
     assert [network.parse_mbit(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
     assert [network.burst_bytes(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]
