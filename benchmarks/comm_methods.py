@@ -26,13 +26,14 @@ CLIP = 1.0
 """Largest gradient norm for AdamW and SGD; DeMo takes signs and needs no clipping."""
 OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
 
-LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3}
-"""Settings of the sparse exchange after every five AdamW steps."""
-LOCAL_TOPK = {(5, "all_gather"): 192, (5, "owner"): 144, (20, "all_gather"): 960, (40, "all_gather"): 4096}
-"""Elements of 4,096 by local steps and strategy, which stay 200 times below 16-bit gradients for two replicas.
-
-All but the first do so for any number of replicas that exchange through owners.
-"""
+LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3, "keep_unsent": False}
+"""Settings of the sparse exchange after AdamW steps, whose rounds begin with the common weights, as published."""
+KEPT = {"values": "sign", "dense": "sign", "outer_lr": 1.0, "decay": 1.0, "keep_unsent": True}
+"""The same with the residual of a replica in its weights."""
+LOCAL_TOPK = {"all_gather": 192, "owner": 144}
+"""Elements of 4,096 after five steps, 200 times below 16-bit gradients for two replicas, and for any number."""
+KEPT_TOPK = {5: 176, 20: 960, 40: 4096}
+"""The same by the number of local steps, for any number of replicas that exchange by the cheapest strategy."""
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Replica:
         clip: largest gradient norm of a step.
         exchanging: called between the backward pass and the step.
         published_bytes: returns the bytes per step of the code that the method was published with.
+        common_weights: returns a context in which all replicas have the same weights.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Replica:
     clip: float | None = None
     exchanging: Callable[[], object] | None = None
     published_bytes: int | None = None
+    common_weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
         """Run forward, backward, exchange and update; return the loss of this replica."""
@@ -187,6 +190,7 @@ def local_steps(
         lambda: optimizer.exchange.planned_wire_bytes() / every,
         lambda: optimizer.wire_bytes,
         clip=CLIP,
+        common_weights=optimizer.common_parameters,
     )
 
 
@@ -347,12 +351,16 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "ddp sgd": partial(ddp, make=sgd),
     **{f"powersgd r{rank}": partial(power_sgd, rank=rank) for rank in (1, 4, 16)},
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
-    "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign"), every=30),
+    "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign", keep_unsent=False), every=30),
     **{
-        f"ours k{topk} h{every} {way}": partial(
-            local_steps, make=partial(sparseloco, topk=topk, exchange=way, **LOCAL), every=every
+        f"ours k{topk} h5 {way}": partial(
+            local_steps, make=partial(sparseloco, topk=topk, exchange=way, **LOCAL), every=5
         )
-        for (every, way), topk in LOCAL_TOPK.items()
+        for way, topk in LOCAL_TOPK.items()
+    },
+    **{
+        f"ours kept k{topk} h{every}": partial(local_steps, make=partial(sparseloco, topk=topk, **KEPT), every=every)
+        for every, topk in KEPT_TOPK.items()
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
     "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),

@@ -31,8 +31,8 @@ The data sets, `--data`:
 
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
 the rates that are best with two; the result of AdamW under DDP is taken from two replicas, because it computes the
-same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, so
-replicas are in sync at its end; points of the curve in between are means over models that differ. `ours k192 h5
+same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, and
+evaluations are of the weights after the last exchange. `ours k192 h5
 all_gather` takes five AdamW steps between exchanges, which send the signs of the 192 largest of 4,096 coefficients;
 `ours k144 h5 owner` sends 144 with the owner strategy. Bytes come from the formulas, which benchmarks/network.py checks
 against the counters of an interface. `bytes_over_the_run` includes the first 30 steps of PowerSGD, which average
@@ -74,8 +74,8 @@ STARTS = {"ddp sgd": 10, "dion r4": 7, "dion r16": 7}
 OURS, BETA1_0 = "ours k8 all_gather", "exchange k8, adamw beta1 0"
 LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
 """Methods that exchange after every five AdamW steps."""
-SELDOM, RARE = "ours k960 h20 all_gather", "ours k4096 h40 all_gather"
-"""The same after 20 and 40 steps; the second sends the signs of everything."""
+KEPT, SELDOM, RARE = "ours kept k176 h5", "ours kept k960 h20", "ours kept k4096 h40"
+"""Methods whose replicas keep the residual in their weights, with 5, 20 and 40 local steps; RARE sends all signs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ WORKS["novels-8k"] = replace(
     **REAL_VOCABULARY,
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
     steps=1000,
-    methods=("ddp, one rate", "ddp fp32", LOCAL, SELDOM, RARE, BETA1_0, OURS),
+    methods=("ddp, one rate", "ddp fp32", LOCAL, KEPT, SELDOM, RARE, BETA1_0, OURS),
     seeds=range(1, 4),
 )
 WORKS["shapes-resnet"] = Work(
@@ -207,6 +207,7 @@ METHODS = (
     "ours k2 owner",
     LOCAL,
     LOCAL_OWNER,
+    KEPT,
     SELDOM,
     RARE,
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
@@ -230,6 +231,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "local steps, 112 of 4,096 in 4 bits": (LOCAL, {"topk": 112, "values": "int4"}),
     "local steps, outer rate 1": (LOCAL, {"outer_lr": 1.0}),
     "local steps, outer rate 1.6": (LOCAL, {"outer_lr": 1.6}),
+    "local steps, the rest kept": (LOCAL, {"decay": 1.0, "outer_lr": 1.0, "keep_unsent": True}),
     "chunk 32, topk 2": (OURS, {"chunk": 32, "topk": 2}),
     "residuals averaged every 50": (OURS, {"state_sync_every": 50}),
     "no transform": (OURS, {"transform": "none"}),
@@ -242,6 +244,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Variants by name: a method at its best rate, and the options that are changed."""
 VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     "local steps, embeddings in full": (LOCAL, {"embeddings": "dense"}),
+    **{
+        name: (LOCAL, {"every": 20, "topk": 960, **options})
+        for name, options in (
+            ("20 local steps", {"decay": 0.95, "outer_lr": 1.3, "keep_unsent": False}),
+            ("20 local steps, the rest kept", {"decay": 1.0, "outer_lr": 1.0, "keep_unsent": True}),
+        )
+    },
     "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
 }
 """Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
@@ -385,7 +394,8 @@ def trained(rank: int, spec: Spec) -> dict[str, Any]:
         losses.append(float(loss))
         if step % max(1, spec["steps"] // 10) == 0 or step == spec["steps"]:
             average_buffers(model)
-            figures = evaluate_heldout(run, model, context)
+            with replica.common_weights():
+                figures = evaluate_heldout(run, model, context)
             heldout.append([step, figures["eval_loss"]])
             model.train()
     dense = float(allreduce_wire_bytes(4 * numel(model), world))
@@ -446,7 +456,7 @@ def swept_dense(lines: Lines, data: str, method: str, rate: float) -> list[float
 
 
 def best_rates(lines: Lines, data: str, method: str) -> dict[str, float] | None:
-    """Return the best `lr`, and `dense_lr` where it is swept; None if a sweep has not ended or every run failed."""
+    """Return the best `lr`, and `dense_lr` if it is swept; None if a sweep has not ended or every run failed."""
     rate = best_rate(lines, data, method)
     if rate is None:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm import LocalSteps, diloco, sparseloco
-from scantling.errors import UserError
+from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadGroup, together
 
 torch.manual_seed(0)
@@ -23,6 +23,12 @@ def make_optimizer(net: nn.Module, kind: str, replicas: ThreadGroup, **options: 
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     make = diloco if kind == "diloco" else sparseloco
     return make(inner, sc.param_groups(net), process_group=replicas, **options)
+
+
+def common(net: nn.Module, optimizer: LocalSteps) -> list[Tensor]:
+    """Return copies of the common parameters."""
+    with optimizer.common_parameters():
+        return [param.detach().clone() for param in net.parameters()]
 
 
 def train(net: nn.Module, optimizer: LocalSteps, rank: int, steps: range) -> list[float]:
@@ -84,6 +90,125 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
     losses, sent = together(2, work)[0]
     assert losses[-1] < 0.85 * losses[0]  # SGD alone reaches 0.80
     assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
+
+
+@pytest.mark.parametrize("shares", [[1, 1], [3, 1]])
+def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int]) -> None:
+    """The mean of the weights over the replicas is the same before an exchange and when the next round begins."""
+
+    def work(replicas: ThreadGroup) -> list[list[Tensor]]:
+        net = copy.deepcopy(START)
+        options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "decay": 1.0, "topk": 256, "batch_shares": shares}
+        made = make_optimizer(net, "sparseloco", replicas, sync_every=100, **options)
+        found = []
+
+        def note() -> None:
+            found.append([param.detach().clone() for param in net.parameters()])
+
+        for start in (0, 3):  # in the second round there is a residual from the first
+            train(net, made, replicas.rank, range(start, start + 3))
+            note()
+            made.synchronize()
+            note()
+            made.begin_round()
+            note()
+            made.begin_round()
+            assert all(map(torch.equal, found[-1], net.parameters()))
+        return found
+
+    ones, others = together(2, work)
+    first, second = (share / sum(shares) for share in shares)
+    for place in (0, 3):
+        before, common, after = (list(zip(ones[place + n], others[place + n], strict=True)) for n in range(3))
+        assert all(torch.equal(*pair) for pair in common)
+        assert not all(torch.equal(*pair) for pair in after)
+        for (one, other), (own, theirs) in zip(before, after, strict=True):
+            torch.testing.assert_close(first * own + second * theirs, first * one + second * other)
+
+
+@pytest.mark.parametrize(
+    "case", ["straight", "synchronized by hand", "saved in the context", "saved between exchanges"]
+)
+def test_no_move_is_lost(case: str) -> None:
+    """One replica: common parameters and residual together have all moves of the inner optimizer."""
+    options: dict[str, Any] = {"sync_every": 3, "topk": 256, "values": "fp32", "dense": "fp32"}
+
+    def make(net: nn.Module) -> LocalSteps:
+        return sparseloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), **options)
+
+    alone, net = copy.deepcopy(START), copy.deepcopy(START)
+    inner = torch.optim.SGD(alone.parameters(), lr=0.1)
+    made = make(net)
+    for step in range(8):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        inner.zero_grad()
+        (alone(x) - TARGET(x)).square().mean().backward()
+        inner.step()
+        train(net, made, 0, range(step, step + 1))
+        if case == "synchronized by hand" and step == 3:
+            made.synchronize()  # the next gradient is that of the common parameters, but no move is lost
+            made.begin_round()
+        if case.startswith("saved") and step == (5 if "context" in case else 4):
+            with made.common_parameters():
+                saved = copy.deepcopy((net.state_dict(), made.state_dict()))
+            net = copy.deepcopy(START)
+            made = make(net)
+            net.load_state_dict(saved[0])
+            made.load_state_dict(saved[1])
+    for one, other in zip(alone.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_step_from_the_common_parameters_keeps_the_residual() -> None:
+    net = copy.deepcopy(START)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    made = sparseloco(inner, sc.param_groups(net), sync_every=100, topk=64, values="fp32", dense="fp32")
+    train(net, made, 0, range(3))
+    reached = [param.detach().clone() for param in net.parameters()]
+    made.synchronize()
+    move = 0.01
+    with torch.no_grad():
+        for param in net.parameters():
+            param += move
+    made.advance()
+    for param, value in zip(net.parameters(), reached, strict=True):
+        torch.testing.assert_close(param.detach(), value + move, rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_of_a_dense_exchange_stays_out_of_the_weights() -> None:
+    net = copy.deepcopy(START)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    made = sparseloco(inner, sc.param_groups(net), sync_every=2, exchange="dense", decay=0.95)
+    train(net, made, 0, range(4))
+    assert made.is_synchronized
+    assert all(map(torch.equal, common(net, made), net.parameters()))
+
+
+def test_failed_exchange_leaves_the_common_parameters() -> None:
+    def work(replicas: ThreadGroup) -> None:
+        net = copy.deepcopy(START)
+        made = make_optimizer(net, "sparseloco", replicas, sync_every=2)
+        train(net, made, replicas.rank, range(3))
+        before = common(net, made)
+        with torch.no_grad():
+            net[0].weight += float("nan")
+        with pytest.raises(NonFiniteError):
+            made.synchronize()
+        assert made.is_synchronized
+        assert all(map(torch.equal, before, net.parameters()))
+        assert all(param.grad is None for param in net.parameters())
+
+    together(2, work)
+
+
+def test_published_rounds_begin_with_the_common_weights() -> None:
+    net = copy.deepcopy(START)
+    made = sparseloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2, keep_unsent=False)
+    train(net, made, 0, range(2))
+    common = [param.detach().clone() for param in net.parameters()]
+    made.begin_round()
+    assert made.is_synchronized
+    assert all(map(torch.equal, common, net.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
@@ -158,13 +283,13 @@ def test_local_steps_reset_frozen_parameters(kind: str) -> None:
         net = copy.deepcopy(START)
         made = make_optimizer(net, kind, replicas, sync_every=4)
         train(net, made, replicas.rank, range(4))
-        begun = net[0].weight.detach().clone()
+        begun = common(net, made)[0]
         train(net, made, replicas.rank, range(4, 6))
         net[0].weight.requires_grad_(False)
         for steps in (range(6, 8), range(8, 12)):
             train(net, made, replicas.rank, steps)
             assert torch.equal(net[0].weight, begun)
-        return [param.detach() for param in net.parameters()]
+        return common(net, made)
 
     assert all(map(torch.equal, *together(2, work)))
 
@@ -185,7 +310,7 @@ def test_grad_scaler_skips_no_local_step() -> None:
             scaler.scale(loss).backward()
             scaler.step(made)
             scaler.update()
-        return made.steps, [param.detach() for param in net.parameters()]
+        return made.steps, common(net, made)
 
     (steps, one), (others, other) = together(2, work)
     assert steps == others == 4

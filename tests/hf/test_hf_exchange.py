@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 import scantling as sc
 from scantling.errors import UserError
@@ -43,7 +44,7 @@ def trainer(
         train_dataset=Sequences(),
         optimizer_cls_and_kwargs=optimizer,
     )
-    return made, sc.hf.attach(made, topk=64, dense="sign", **options)
+    return made, sc.hf.attach(made, **{"topk": 64, "dense": "sign", **options})
 
 
 def straight_and_resumed(folder: Path) -> None:
@@ -235,6 +236,25 @@ def test_optimizer_with_momentum_warns(
     sc.hf.attach(other, topk=8)
     other.train()
     assert caplog.text.count("has its own momentum") == (beta1 > 0)
+
+
+def test_checkpoint_after_an_epoch_has_the_common_weights(tmp_path: Path) -> None:
+    """The flags of an epoch's end are set after those of its last step."""
+    made, callback = trainer(tmp_path, (torch.optim.AdamW, {"lr": 3e-3}), local_steps=5, topk=8)
+    made.args.save_strategy, made.args.max_steps, made.args.num_train_epochs = SaveStrategy.EPOCH, -1, 2
+    seen: list[tuple[int, bool]] = []
+
+    class Watch(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assert callback.outer is not None
+            equal = map(torch.equal, callback.outer.anchors, callback.outer.exchange.residuals.params)
+            seen.append((state.global_step, all(equal)))
+
+    made.add_callback(Watch())
+    made.train()
+    assert seen
+    assert seen[0][0] % 5
+    assert all(is_common for _, is_common in seen)
 
 
 def test_resume_without_residuals_raises(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Interface between a training loop and the communication of its processes.
 
-A loop calls `prepare` once, runs every micro-batch in the context `accumulate`, and calls `exchange` after the last
-backward pass. Each `.grad` then holds the mean over the processes, or the method's replacement for it.
+A loop calls `prepare` once. In each step it calls `begin_step`, runs every micro-batch in the context `accumulate`, and
+calls `exchange` after the last backward pass. Each `.grad` then holds the mean over the processes, or the method's
+replacement for it. `finish_step` comes after the update.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class GradientExchange:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the module that the loop calls instead of `model`; the parameters stay those of `model`."""
         return model
+
+    def begin_step(self) -> None:
+        """Prepare the weights for the passes of a step."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of one forward and backward pass; only the last micro-batch may send."""

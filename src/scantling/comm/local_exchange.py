@@ -88,6 +88,9 @@ class LocalStepsExchange(GradientExchange):
         self._keep_buffers()
         return model
 
+    def begin_step(self) -> None:
+        self.outer.begin_round()
+
     def exchange(self) -> None:
         """Take the norm of this replica's own gradient, and leave the gradient out if it is not finite."""
         named = self._named_parameters()
@@ -132,10 +135,11 @@ class LocalStepsExchange(GradientExchange):
         if self.outer.is_synchronized:
             yield
             return
-        own = {name: value.clone() for name, value in self._values().items()}
-        self._fill(dict(zip(self._named_parameters(), self.outer.anchors, strict=True)) | self._common_buffers)
+        own = {name: value.clone() for name, value in averaged_buffers(self._model).items()}
+        self._fill(self._common_buffers)
         try:
-            yield
+            with self.outer.common_parameters():
+                yield
         finally:
             self._fill(own)
 
@@ -146,8 +150,10 @@ class LocalStepsExchange(GradientExchange):
 
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in self._values().items():
-            value.copy_(values[name])
+        """Write parameters and buffers by name."""
+        own = self._values()
+        for name, value in values.items():
+            own[name].copy_(value)
 
     def _named_parameters(self) -> dict[str, Tensor]:
         exchange = self.outer.exchange

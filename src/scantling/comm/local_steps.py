@@ -1,17 +1,20 @@
 """Local optimizer steps between exchanges: DiLoCo and SparseLoCo.
 
-Every replica steps its own optimizer H times. Then, with p0 the common parameters of before and p those of the replica:
+Every replica steps its own optimizer H times. Then, with p0 the common parameters, r the residual of a replica (its
+unsent moves), and p its parameters:
 
-    d   =  p0 - p                        pseudo-gradient, different on each replica
-    D   =  exchange(d)                   mean over replicas: dense, or of a few components with error feedback
+    d   =  p0 - r - p                    pseudo-gradient of the H steps, different on each replica
+    D   =  exchange(d)                   mean over replicas: dense, or of a few components; changes r
     p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
-    p   <-  p0
+    p   <-  p0 - r
 
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
-largest components of each block, without a transform and without outer momentum: the residual, which decays except for
-embeddings, takes its role.
+largest components of each block, without a transform and without outer momentum. It begins each round at p0, and the
+residual, which decays except for embeddings, waits outside of the weights. Here a replica keeps its residual in its
+weights (`keep_unsent`): its own steps take effect at once, and only the other replicas wait for them. With outer_lr=1
+and no decay, the mean of the weights over the replicas moves by the mean of all local steps.
 
-Weights in bf16 begin each round as p0 rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
+Weights in bf16 begin each round as p0 - r rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
 so that no outer step is too small for it.
 
 Replicas may have different processors and numbers of threads, unless a transform is exchanged: the mean and the outer
@@ -24,7 +27,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ from torch import Tensor
 from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, is_integer, is_number
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
+from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets
 from scantling.comm.momentum_watch import MomentumWatch
 from scantling.comm.param_groups import make_groups
 from scantling.comm.residuals import check_state_keys
@@ -53,13 +58,15 @@ class OuterOptimizer:
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
         batch_shares: relative numbers of tokens that the replicas train on, by which their pseudo-gradients are
             weighted; equal by default.
+        keep_unsent: True to begin each round with the residual of this replica in its parameters; False to begin it
+            with the common parameters, as published.
 
     Attributes:
         anchors: the common parameters after the last exchange, local shards in the order of the exchange; of trained
             parameters in bf16 or fp16, in fp32.
         momenta: of the outer SGD, by index; empty before the first exchange, and without momentum.
         steps: local steps so far.
-        is_synchronized: True if no local step has been taken since the last exchange.
+        is_synchronized: True if the parameters are the common ones: after an exchange, until the next round begins.
         wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
 
     Raises:
@@ -74,6 +81,7 @@ class OuterOptimizer:
         outer_lr: float,
         outer_momentum: float = 0.0,
         batch_shares: Sequence[float] | None = None,
+        keep_unsent: bool = True,
     ) -> None:
         if not is_integer(sync_every, least=1):
             raise UserError(f"sync_every must be an integer of at least 1; given {sync_every!r}")
@@ -87,7 +95,7 @@ class OuterOptimizer:
             raise UserError(f"batch_shares must be {size} numbers above 0, one for each replica; given {shares!r}")
         self._shares = shares
         self._weight = size * shares[exchange.replicas.rank] / sum(shares)
-        self.exchange, self.sync_every = exchange, sync_every
+        self.exchange, self.sync_every, self.keep_unsent = exchange, sync_every, keep_unsent
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
             given = getattr(exchange.config, name)
@@ -103,6 +111,7 @@ class OuterOptimizer:
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
+        self._own: list[Tensor] | None = None  # parameters of this replica while they hold the common ones
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
         exchange.is_elementwise = exchange.decodes_to_fp32 = True
@@ -111,8 +120,44 @@ class OuterOptimizer:
             "outer_lr": outer_lr,
             "outer_momentum": outer_momentum,
             "batch_shares": shares,
+            "keep_unsent": keep_unsent,
         }
 
+    @torch.no_grad()
+    def begin_round(self) -> None:
+        """Put the residual of this replica into its parameters, if the last step ended with an exchange.
+
+        The residual of a frozen parameter is dropped.
+        """
+        if self.is_synchronized and self._keeps_residuals:
+            self._drop_unused_residuals()
+            for idx, param in enumerate(self._params):
+                to_local(param).copy_(self._start(idx))
+            self.is_synchronized = False
+
+    @property
+    def _keeps_residuals(self) -> bool:
+        """True if residuals are in the parameters; those of a dense exchange are a momentum, equal on all replicas."""
+        return self.keep_unsent and self.exchange.config.exchange != "dense"
+
+    def _drop_unused_residuals(self) -> None:
+        """Discard residuals of frozen parameters, and loaded ones of parameters that are now sent exactly."""
+        exchange = self.exchange
+        block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.config))
+        used = {slot.param for group in block_groups if keeps_residuals(group, exchange.config) for slot in group.slots}
+        for idx, param in enumerate(self._params):
+            if idx not in used and param in exchange.residuals:
+                exchange.residuals.discard(param)
+
+    def _start(self, idx: int) -> Tensor:
+        """Return a parameter as this replica began the round."""
+        param, anchor = self._params[idx], self.anchors[idx]
+        if self._keeps_residuals and param in self.exchange.residuals:
+            # sums of moves, which are times N by the share of the replica
+            anchor = anchor - self.exchange.residuals.read(param).to(anchor.dtype) / self._weight
+        return anchor.to(param.dtype)
+
+    @torch.no_grad()
     def advance(self, *, at_once: bool = False) -> bool:
         """Count a local step, and synchronize the replicas after every H-th.
 
@@ -129,6 +174,11 @@ class OuterOptimizer:
         """
         self.steps += 1
         self.wire_bytes = 0
+        if self.is_synchronized and self._keeps_residuals:  # the step was taken from the common parameters
+            moves = [to_local(param) - anchor for param, anchor in zip(self._params, self.anchors, strict=True)]
+            self.begin_round()
+            for param, move in zip(self._params, moves, strict=True):
+                to_local(param).add_(move)
         self.is_synchronized = False
         if at_once or self.steps % self.sync_every == 0:
             self.synchronize()
@@ -140,28 +190,30 @@ class OuterOptimizer:
         for idx, param in enumerate(self._params):
             if param.requires_grad:  # perhaps since the last exchange
                 self.anchors[idx] = self.anchors[idx].to(anchor_dtype(param))
-            anchor, part = self.anchors[idx], to_local(param)
-            start = anchor.to(part.dtype)
-            # d = p0 - p, times N by the share of the replica
-            moved = start - part
+            part = to_local(param)
+            # d: the way from the start of the round, times N by the share of the replica
+            moved = self._start(idx) - part
             if self._weight != 1.0:
                 moved *= self._weight
-            part.copy_(start)  # replicas compare these values
+            part.copy_(self.anchors[idx])  # replicas compare these values
             param.grad = None
             if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
                 param.grad = as_gradient(moved, param)
         # D = mean of d over the replicas
-        mean = self.exchange.decode_momentum()
+        self.is_synchronized = True  # also if the exchange fails
+        try:
+            mean = self.exchange.decode_momentum()
+        finally:
+            for param in self._params:
+                param.grad = None  # pseudo-gradients must not add to the next local gradients
         assert mean is not None  # there is a result in every exchange of a static group
         self.wire_bytes = self.exchange.wire_bytes
         # The weights of the mean add up to less or more if replicas were left out.
         correction = mean_correction(self._shares, self.exchange.nonfinite_ranks)
         for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
-            param.grad = None  # pseudo-gradients must not add to the next local gradients
             if param.requires_grad:
                 anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype), correction)
             to_local(param).copy_(anchor)
-        self.is_synchronized = True
 
     def _outer_step(self, idx: int, mean: Tensor, correction: float) -> Tensor:
         """Return the step of SGD with Nesterov momentum; overwrites the mean pseudo-gradient D.
@@ -177,6 +229,28 @@ class OuterOptimizer:
             self.momenta[idx] = mean.clone() if momentum is None else momentum.mul_(self.outer_momentum).add_(mean)
             mean += self.momenta[idx] * self.outer_momentum
         return mean.mul_(self.outer_lr)
+
+    @contextmanager
+    def common_parameters(self) -> Iterator[None]:
+        """Context in which the parameters are those after the last exchange, which are equal on all replicas.
+
+        With FSDP2 reshard the modules before the context ends: gathered parameters would remain the common ones.
+        """
+        if self.is_synchronized or self._own is not None:
+            yield
+            return
+        self._own = [to_local(param).detach().clone() for param in self._params]
+        self._write(self.anchors)
+        try:
+            yield
+        finally:
+            self._write(self._own)
+            self._own = None
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for param, value in zip(self._params, values, strict=True):
+            to_local(param).copy_(value)
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -259,7 +333,7 @@ class LocalSteps(OuterOptimizer):
     A step with NaN or Inf gradients is skipped on its replica.
 
     Use it as an optimizer: `step()`, `zero_grad()`, `state_dict()`, and `torch.amp.GradScaler.step`. Learning rate
-    schedules belong to the inner optimizer.
+    schedules belong to the inner optimizer. Evaluate and save the model in the context `common_parameters()`.
 
     Args:
         inner: any optimizer of this replica's parameters; gradients must not be averaged.
@@ -314,6 +388,7 @@ class LocalSteps(OuterOptimizer):
         else:
             logger.warning("local step %d is skipped: a gradient of this replica is NaN or Inf", self.steps + 1)
         self.advance()
+        self.begin_round()  # gradients of the common parameters would repeat the moves that have not been sent
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica."""
@@ -323,16 +398,24 @@ class LocalSteps(OuterOptimizer):
             "exchange": self.exchange.state_dict(),
             "anchors": [anchor.clone() for anchor in self.anchors],
             "steps": self.steps,
+            "parameters": self._own_parameters(),
         }
+
+    def _own_parameters(self) -> list[Tensor]:
+        """Return copies of the parameters of this replica between exchanges; empty right after one."""
+        if self.is_synchronized:
+            return []
+        return [value.detach().clone() for value in self._own or map(to_local, self._params)]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this replica.
+        """Load what `state_dict` returned on this replica, after the model: it holds the replica's own parameters.
 
         Raises:
             UserError: another kind of state.
         """
-        check_state_keys(state_dict, "state_dict of local steps", ("inner", "momenta", "exchange", "anchors", "steps"))
+        keys = ("inner", "momenta", "exchange", "anchors", "steps", "parameters")
+        check_state_keys(state_dict, "state_dict of local steps", keys)
         self.inner.load_state_dict(state_dict["inner"])
         self.momenta = {
             idx: momentum.to(self.anchors[idx], copy=True) for idx, momentum in state_dict["momenta"].items()
@@ -342,7 +425,9 @@ class LocalSteps(OuterOptimizer):
             saved.to(anchor.device, copy=True)
             for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True)
         ]
-        self.steps = int(state_dict["steps"])
+        self.steps, self.is_synchronized = int(state_dict["steps"]), not state_dict["parameters"]
+        self._write(state_dict["parameters"] or self.anchors)
+        self.begin_round()
 
 
 def diloco(
@@ -353,6 +438,7 @@ def diloco(
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     batch_shares: Sequence[float] | None = None,
+    keep_unsent: bool = True,
     **options: Any,
 ) -> LocalSteps:
     """Return DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
@@ -362,7 +448,7 @@ def diloco(
         groups: the same parameters, or groups of them.
         sync_every: 500 in the paper.
         outer_lr, outer_momentum: of the outer optimizer; the defaults are the paper's.
-        batch_shares: of `OuterOptimizer`.
+        batch_shares, keep_unsent: of `OuterOptimizer`.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
     Returns:
@@ -377,7 +463,8 @@ def diloco(
             "sparseloco; set the format by dense="
         )
     exchange = outer_exchange("diloco", groups, **options)
-    outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "batch_shares": batch_shares}
+    outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+    outer |= {"batch_shares": batch_shares, "keep_unsent": keep_unsent}
     return LocalSteps(inner, exchange, sync_every=sync_every, **outer)
 
 
@@ -388,6 +475,7 @@ def sparseloco(
     sync_every: int = 30,
     outer_lr: float = 1.0,
     batch_shares: Sequence[float] | None = None,
+    keep_unsent: bool = True,
     **options: Any,
 ) -> LocalSteps:
     """Return SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 elements every `sync_every` steps.
@@ -397,8 +485,9 @@ def sparseloco(
         groups: the same parameters, or groups of them from `scantling.param_groups`.
         sync_every: 15 to 250 in the paper.
         outer_lr: of the outer step.
-        batch_shares: of `OuterOptimizer`.
-        options: of `MomentumExchange`; default topk=64, chunk=64, decay=0.95, values="int4".
+        batch_shares, keep_unsent: of `OuterOptimizer`.
+        options: of `MomentumExchange`; default topk=64, chunk=64, values="int4", decay=1.0 with `keep_unsent` and else
+            0.95.
 
     Returns:
         The optimizer of this replica, to be used instead of `inner`.
@@ -406,8 +495,9 @@ def sparseloco(
     Raises:
         UserError: as `LocalSteps` and `MomentumExchange`.
     """
-    exchange = outer_exchange("sparseloco", groups, **options)
-    return LocalSteps(inner, exchange, sync_every=sync_every, outer_lr=outer_lr, batch_shares=batch_shares)
+    exchange = outer_exchange("sparseloco", groups, **{"decay": 1.0 if keep_unsent else 0.95, **options})
+    outer: dict[str, Any] = {"outer_lr": outer_lr, "batch_shares": batch_shares, "keep_unsent": keep_unsent}
+    return LocalSteps(inner, exchange, sync_every=sync_every, **outer)
 
 
 def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> MomentumExchange:
@@ -424,5 +514,5 @@ def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> Moment
         # The role "vector" sends parameters densely, whatever their shape.
         dense = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in given]
         return MomentumExchange(dense, **{"dense": "fp32", **options})
-    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 0.95, "values": "int4"}
+    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 1.0, "values": "int4"}
     return MomentumExchange([{**group, "transform": "none"} for group in given], **{**defaults, **options})

@@ -93,6 +93,9 @@ class ShardedExchange(GradientExchange):
         self._between.prepare(model)
         return model
 
+    def begin_step(self) -> None:
+        self._between.begin_step()
+
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
         assert isinstance(self._model, FSDPModule)

@@ -135,6 +135,10 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             self.outer.load_wide_anchors(state["anchors"])
             self._trainer.optimizer.load_state_dict(state["optimizer"])
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.outer is not None:
+            self.outer.begin_round()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.exchange is None:
             return
@@ -153,13 +157,24 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         if self.outer is None:
             return
         self._wire_bytes = 0
-        if self.outer.advance(at_once=control.should_evaluate or control.should_save):
+        at_once = control.should_evaluate or control.should_save or control.should_training_stop
+        if self.outer.advance(at_once=at_once):
             self._wire_bytes = self.outer.wire_bytes + average_buffers(self._trainer.model)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Synchronize before an evaluation or a checkpoint at the end of an epoch."""
+        if self.outer is not None and (control.should_evaluate or control.should_save):
+            self._synchronize(self.outer)
+
+    def _synchronize(self, outer: OuterOptimizer) -> None:
+        if not outer.is_synchronized:
+            outer.synchronize()
+            self._wire_bytes = outer.wire_bytes + average_buffers(self._trainer.model)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.outer is not None and not self.outer.is_synchronized:
-            self.outer.synchronize()
-            average_buffers(self._trainer.model)
+        # the best model, of an earlier step, may have been loaded
+        if self.outer is not None and not args.load_best_model_at_end:
+            self._synchronize(self.outer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is not None and self.exchange is not None:
@@ -216,8 +231,8 @@ def attach(
     this with `TrainingArguments(adam_beta1=0.0)`, `sc.hf.came(betas=(0.0, 0.95, 0.995))`, or `sc.hf.sign`.
 
     With `local_steps`, each process takes that many steps of its own optimizer, whose momentum is wanted then, between
-    exchanges (SparseLoCo, arXiv 2508.15706). The processes also exchange before an evaluation and a checkpoint, so that
-    these are of the same weights on all of them, and after the last step.
+    exchanges (as SparseLoCo, arXiv 2508.15706, with the residual in the weights). The processes also exchange before an
+    evaluation and a checkpoint, so that these are of the same weights on all of them, and after the last step.
 
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
@@ -238,7 +253,7 @@ def attach(
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
         >>> sc.hf.attach(trainer, topk=8)  # doctest: +SKIP
-        >>> sc.hf.attach(trainer, local_steps=5, topk=192, values="sign", dense="sign", outer_lr=1.3)  # doctest: +SKIP
+        >>> sc.hf.attach(trainer, local_steps=20, topk=960, values="sign", dense="sign")  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):

@@ -314,7 +314,7 @@ def _demo_option(name: str) -> Any:
 
 
 _LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
-    "local_steps": {"sync_every": 30, "topk": 64, "values": "int4"},
+    "local_steps": {"sync_every": 30, "topk": 64, "values": "int4", "decay": 1.0},
     "diloco": {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 """Defaults of the methods with local steps that differ from those of the fields; see `sparseloco` and `diloco`."""
@@ -333,8 +333,9 @@ class CommSection(Section):
     """`allreduce`: gradients are averaged in buckets during the backward pass (DDP). `demo`: each process keeps its
     own momentum and sends only the largest components; with `optim.name: sign` this is DeMo. `local_steps`: each
     replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
-    these changed (SparseLoCo); `diloco`: all of what they changed. The two have defaults of their own: `sync_every` 30,
-    `topk` 64 and `values` int4, or `sync_every` 100 and `dense` fp32."""
+    these changed (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of what they changed. The two
+    have defaults of their own: `sync_every` 30, `topk` 64, `values` int4 and `decay` 1, or `sync_every` 100 and `dense`
+    fp32."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
     find_unused_parameters: bool = False

@@ -105,6 +105,9 @@ class Stepper:
             NonFiniteError: the loss or a gradient is NaN or Inf; nothing was updated, except perhaps other parameters
                 if gradients are released, see `GradientRelease`.
         """
+        self.watch.lap("data")
+        self.exchange.begin_step()
+        self.watch.lap("exchange")
         self.tensor.begin_step()
         counts = self._count_targets(batches)
         scale = self._num_averaged / counts[0].float()  # the exchange averages over processes
