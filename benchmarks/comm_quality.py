@@ -32,9 +32,9 @@ The data sets, `--data`:
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
 the rates that are best with two; the result of AdamW under DDP is taken from two replicas, because it computes the
 same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, and
-evaluations are of the weights after the last exchange. `ours k192 h5
-all_gather` takes five AdamW steps between exchanges, which send the signs of the 192 largest of 4,096 coefficients;
-`ours k144 h5 owner` sends 144 with the owner strategy. Bytes come from the formulas, which benchmarks/network.py checks
+evaluations are of the weights after the last exchange. `ours k192 h5 all_gather` takes five AdamW steps between
+exchanges, which send the signs of the 192 largest of 4,096 coefficients; `ours k144 h5 owner` sends 144 with the owner
+strategy. Bytes come from the formulas, which benchmarks/network.py checks
 against the counters of an interface. `bytes_over_the_run` includes the first 30 steps of PowerSGD, which average
 everything: a tenth of 300, as its documentation advises.
 
@@ -218,6 +218,7 @@ WITH_CHANNELS = ("ours", "exchange", "diloco", "sparseloco")
 """Beginnings of methods whose exchange has a channel for embeddings."""
 MAIN = ("ddp fp32", OURS, LOCAL, LOCAL_OWNER)
 """Methods run with all seeds. With 8 replicas, only the owner strategy stays 200 times below 16-bit gradients."""
+RESIDUAL_IN_WEIGHTS = {"decay": 1.0, "outer_lr": 1.0, "keep_unsent": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "decay 0.9": (OURS, {"decay": 0.9}),
     "delay 1": (OURS, {"delay": 1}),
@@ -231,7 +232,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "local steps, 112 of 4,096 in 4 bits": (LOCAL, {"topk": 112, "values": "int4"}),
     "local steps, outer rate 1": (LOCAL, {"outer_lr": 1.0}),
     "local steps, outer rate 1.6": (LOCAL, {"outer_lr": 1.6}),
-    "local steps, the rest kept": (LOCAL, {"decay": 1.0, "outer_lr": 1.0, "keep_unsent": True}),
+    "local steps, residual in the weights": (LOCAL, RESIDUAL_IN_WEIGHTS),
     "chunk 32, topk 2": (OURS, {"chunk": 32, "topk": 2}),
     "residuals averaged every 50": (OURS, {"state_sync_every": 50}),
     "no transform": (OURS, {"transform": "none"}),
@@ -248,7 +249,7 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
         name: (LOCAL, {"every": 20, "topk": 960, **options})
         for name, options in (
             ("20 local steps", {"decay": 0.95, "outer_lr": 1.3, "keep_unsent": False}),
-            ("20 local steps, the rest kept", {"decay": 1.0, "outer_lr": 1.0, "keep_unsent": True}),
+            ("20 local steps, residual in the weights", RESIDUAL_IN_WEIGHTS),
         )
     },
     "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
@@ -447,6 +448,11 @@ def best_rate(lines: Lines, data: str, method: str) -> float | None:
     return make_grid(data, method).best(swept(lines, data, method))
 
 
+def tunes_dense(data: str, method: str) -> bool:
+    """Return True if the rate of embeddings and vectors is swept, too."""
+    return WORKS[data].tunes_dense and not method.startswith(ONE_RATE)
+
+
 def dense_grid(data: str) -> Grid:
     return Grid(RATES, start=RATES.index(WORKS[data].dense_lr))
 
@@ -460,7 +466,7 @@ def best_rates(lines: Lines, data: str, method: str) -> dict[str, float] | None:
     rate = best_rate(lines, data, method)
     if rate is None:
         return None
-    if not WORKS[data].tunes_dense or method.startswith(ONE_RATE):
+    if not tunes_dense(data, method):
         return {"lr": rate}
     dense = dense_grid(data).best(swept_dense(lines, data, method, rate))
     return None if dense is None else {"lr": rate, "dense_lr": dense}
@@ -470,7 +476,7 @@ def sweep(ledger: Ledger, data: str, method: str) -> None:
     """Run the sweeps of a method's rates."""
     make_grid(data, method).sweep(ledger, lambda rate: run_spec(data, method, rate, 0), "eval_loss")
     rate = best_rate(ledger.lines(), data, method)
-    if rate is not None and WORKS[data].tunes_dense and not method.startswith(ONE_RATE):
+    if rate is not None and tunes_dense(data, method):
         dense_grid(data).sweep(ledger, lambda dense: run_spec(data, method, rate, 0, dense_lr=dense), "eval_loss")
 
 
@@ -496,7 +502,7 @@ def report(lines: Lines, data: str) -> None:
     for method in methods_for(data):
         print(GRID.row(method[:24], swept(lines, data, method)))
         rate = best_rate(lines, data, method)
-        if rate is not None and WORKS[data].tunes_dense and not method.startswith(ONE_RATE):
+        if rate is not None and tunes_dense(data, method):
             print(dense_grid(data).row("  rate of embeddings", swept_dense(lines, data, method, rate)))
     one = best_rate(lines, data, ONE_RATE[0])
     if one is not None and one != WORKS[data].dense_lr:

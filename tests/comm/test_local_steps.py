@@ -119,8 +119,8 @@ def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int]) ->
     ones, others = together(2, work)
     first, second = (share / sum(shares) for share in shares)
     for place in (0, 3):
-        before, common, after = (list(zip(ones[place + n], others[place + n], strict=True)) for n in range(3))
-        assert all(torch.equal(*pair) for pair in common)
+        before, shared, after = (list(zip(ones[place + n], others[place + n], strict=True)) for n in range(3))
+        assert all(torch.equal(*pair) for pair in shared)
         assert not all(torch.equal(*pair) for pair in after)
         for (one, other), (own, theirs) in zip(before, after, strict=True):
             torch.testing.assert_close(first * own + second * theirs, first * one + second * other)
@@ -146,7 +146,7 @@ def test_no_move_is_lost(case: str) -> None:
         inner.step()
         train(net, made, 0, range(step, step + 1))
         if case == "synchronized by hand" and step == 3:
-            made.synchronize()  # the next gradient is that of the common parameters, but no move is lost
+            made.synchronize()
             made.begin_round()
         if case.startswith("saved") and step == (5 if "context" in case else 4):
             with made.common_parameters():
@@ -205,10 +205,11 @@ def test_published_rounds_begin_with_the_common_weights() -> None:
     net = copy.deepcopy(START)
     made = sparseloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), sync_every=2, keep_unsent=False)
     train(net, made, 0, range(2))
-    common = [param.detach().clone() for param in net.parameters()]
+    assert made.is_synchronized
+    shared = common(net, made)
     made.begin_round()
     assert made.is_synchronized
-    assert all(map(torch.equal, common, net.parameters()))
+    assert all(map(torch.equal, shared, net.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])

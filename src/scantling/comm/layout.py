@@ -362,7 +362,7 @@ def planned_state_bytes(groups: Sequence[Group], config: ExchangeConfig) -> int:
     params, param_groups = all_parameters(groups), group_by_param(groups)
     return sum(
         residual_bytes(to_local(params[idx]).numel(), residual_format(params[idx], param_groups[idx]))
-        for idx in _indices(groups, config)
+        for idx in residual_indices(groups, config)
     )
 
 
@@ -414,7 +414,7 @@ def _describe(block_group: BlockGroup, groups: Sequence[Group], config: Exchange
     )
 
 
-def _indices(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
+def residual_indices(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
     """Return the indices of the parameters that have residuals."""
     block_groups = all_block_groups(make_buckets(groups, config))
     return [slot.param for each in block_groups if keeps_residuals(each, config) for slot in each.slots]
@@ -422,7 +422,7 @@ def _indices(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
 
 def _numels(groups: Sequence[Group], config: ExchangeConfig) -> list[int]:
     params = all_parameters(groups)
-    return [to_local(params[idx]).numel() for idx in _indices(groups, config)]
+    return [to_local(params[idx]).numel() for idx in residual_indices(groups, config)]
 
 
 def _last_dim(shape: tuple[int, ...]) -> MatrixDims:

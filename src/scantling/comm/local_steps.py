@@ -37,7 +37,6 @@ from torch import Tensor
 from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, is_integer, is_number
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
-from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets
 from scantling.comm.momentum_watch import MomentumWatch
 from scantling.comm.param_groups import make_groups
 from scantling.comm.residuals import check_state_keys
@@ -129,30 +128,21 @@ class OuterOptimizer:
 
         The residual of a frozen parameter is dropped.
         """
-        if self.is_synchronized and self._keeps_residuals:
-            self._drop_unused_residuals()
+        if self.is_synchronized and self._holds_residuals:
+            self.exchange.residuals.discard_unused()
             for idx, param in enumerate(self._params):
                 to_local(param).copy_(self._start(idx))
             self.is_synchronized = False
 
     @property
-    def _keeps_residuals(self) -> bool:
+    def _holds_residuals(self) -> bool:
         """True if residuals are in the parameters; those of a dense exchange are a momentum, equal on all replicas."""
         return self.keep_unsent and self.exchange.config.exchange != "dense"
-
-    def _drop_unused_residuals(self) -> None:
-        """Discard residuals of frozen parameters, and loaded ones of parameters that are now sent exactly."""
-        exchange = self.exchange
-        block_groups = all_block_groups(make_buckets(exchange.param_groups, exchange.config))
-        used = {slot.param for group in block_groups if keeps_residuals(group, exchange.config) for slot in group.slots}
-        for idx, param in enumerate(self._params):
-            if idx not in used and param in exchange.residuals:
-                exchange.residuals.discard(param)
 
     def _start(self, idx: int) -> Tensor:
         """Return a parameter as this replica began the round."""
         param, anchor = self._params[idx], self.anchors[idx]
-        if self._keeps_residuals and param in self.exchange.residuals:
+        if self._holds_residuals and param in self.exchange.residuals:
             # sums of moves, which are times N by the share of the replica
             anchor = anchor - self.exchange.residuals.read(param).to(anchor.dtype) / self._weight
         return anchor.to(param.dtype)
@@ -174,7 +164,7 @@ class OuterOptimizer:
         """
         self.steps += 1
         self.wire_bytes = 0
-        if self.is_synchronized and self._keeps_residuals:  # the step was taken from the common parameters
+        if self.is_synchronized and self._holds_residuals:  # the step was taken from the common parameters
             moves = [to_local(param) - anchor for param, anchor in zip(self._params, self.anchors, strict=True)]
             self.begin_round()
             for param, move in zip(self._params, moves, strict=True):
@@ -438,7 +428,6 @@ def diloco(
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     batch_shares: Sequence[float] | None = None,
-    keep_unsent: bool = True,
     **options: Any,
 ) -> LocalSteps:
     """Return DiLoCo (arXiv 2311.08105): everything is exchanged every `sync_every` steps.
@@ -448,7 +437,7 @@ def diloco(
         groups: the same parameters, or groups of them.
         sync_every: 500 in the paper.
         outer_lr, outer_momentum: of the outer optimizer; the defaults are the paper's.
-        batch_shares, keep_unsent: of `OuterOptimizer`.
+        batch_shares: of `OuterOptimizer`.
         options: of `MomentumExchange`; `dense` is the format, fp32 unless given.
 
     Returns:
@@ -463,8 +452,7 @@ def diloco(
             "sparseloco; set the format by dense="
         )
     exchange = outer_exchange("diloco", groups, **options)
-    outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-    outer |= {"batch_shares": batch_shares, "keep_unsent": keep_unsent}
+    outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "batch_shares": batch_shares}
     return LocalSteps(inner, exchange, sync_every=sync_every, **outer)
 
 

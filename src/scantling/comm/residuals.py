@@ -24,7 +24,7 @@ from scantling.comm.codec import triton
 from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.collectives import Outcome, Sparse
 from scantling.comm.config import RESIDUAL_ROW, ExchangeConfig, ResidualFormat
-from scantling.comm.layout import all_block_groups, keeps_residuals, make_buckets, residual_format
+from scantling.comm.layout import keeps_residuals, residual_format, residual_indices
 from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
@@ -109,6 +109,13 @@ class Residuals:
         self._in_kernels.clear()
         for key in KEYS:
             self.state.get(param, {}).pop(key, None)
+
+    def discard_unused(self) -> None:
+        """Remove residuals of frozen parameters, and loaded ones of parameters that are now sent exactly."""
+        used = {*residual_indices(self.param_groups, self.config)}
+        for idx, param in enumerate(self.params):
+            if idx not in used and param in self:
+                self.discard(param)
 
     def accumulate(
         self, block_group: BlockGroup, gradients: Mapping[int, Tensor | None], step: int, *, valid: bool = True
@@ -291,12 +298,10 @@ class Residuals:
     def finite_items(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (parameter index, residual) in an order common to all replicas; zeros if absent or not finite here."""
         params = self.params
-        for block_group in all_block_groups(make_buckets(self.param_groups, self.config)):
-            if keeps_residuals(block_group, self.config):
-                for slot in block_group.slots:
-                    residual = self.read(params[slot.param])
-                    # Zeros instead of NaN: this replica must take part in the collective without spoiling the mean.
-                    yield slot.param, residual if all_finite([residual]) else torch.zeros_like(residual)
+        for idx in residual_indices(self.param_groups, self.config):
+            residual = self.read(params[idx])
+            # Zeros instead of NaN: this replica must take part in the collective without spoiling the mean.
+            yield idx, residual if all_finite([residual]) else torch.zeros_like(residual)
 
     def set_pending(self, result: Sequence[Tensor] | None) -> None:
         """Store a result of an exchange that is applied in a later step."""

@@ -55,7 +55,7 @@ def can_accumulate(
     return (
         _is_supported(block_group, tensors)
         and {tensor.dtype for tensor in residuals or ()} in (set(), {torch.float32}, {torch.int8})
-        and (not _is_coded(residuals) or _share_scales(block_group))
+        and (not _is_coded(residuals) or (not spec.codec.is_dense and _has_row_scales(block_group)))
         and all(gradient.dtype in FLOATS for gradient in given)
         and (residuals is not None or len(given) == len(gradients))
         and all(
@@ -233,7 +233,7 @@ def select_again(block_group: BlockGroup, index: Tensor, values: Tensor, senders
     from scantling.comm.codec import kernels
 
     count, shape = len(values), _shape(block_group)
-    units = [_padded_unit_matrix(shape[side], shape[room], values.device) for side, room in _SIDES]
+    units = [_unit_matrix(shape[side], values.device) for side in ("down", "across")]
     found = torch.empty(count, k, dtype=torch.int64, device=values.device), values.new_empty(count, k)
     with device_context(values):
         kernels.select_again[(count,)](
@@ -337,10 +337,19 @@ class _Plan(NamedTuple):
 def _make_plan(block_group: BlockGroup, device: torch.device) -> _Plan:
     shape = _shape(block_group)
     owners = program_owners([slot.grid.count for slot in block_group.slots], device)
-    make = _padded_basis if block_group.spec.transformed else _padded_unit_matrix
-    down, across = (make(shape[side], shape[room], device) for side, room in _SIDES)
+    down, across = (
+        _padded_basis(shape[side], shape[room], device)
+        if block_group.spec.transformed
+        else _unit_matrix(shape[room], device)
+        for side, room in _SIDES
+    )
     # A table per kind of launch: each is copied to the device only when its tensors change.
     return _Plan(owners, down, across, DeviceTable(), DeviceTable(), DeviceTable())
+
+
+@lru_cache(maxsize=64)
+def _unit_matrix(side: int, device: torch.device) -> Tensor:
+    return torch.eye(side, device=device)
 
 
 _SIDES = (("height", "down"), ("width", "across"))
@@ -350,11 +359,6 @@ def _padded_basis(side: int, room: int, device: torch.device) -> Tensor:
     basis = dct.basis(side, device, torch.float32)
     # Zero rows and columns: the padding of a tile adds nothing to its products.
     return torch.nn.functional.pad(basis, (0, room - side, 0, room - side)).contiguous()
-
-
-@lru_cache(maxsize=64)
-def _padded_unit_matrix(side: int, room: int, device: torch.device) -> Tensor:
-    return torch.eye(room, device=device)
 
 
 def _shape(block_group: BlockGroup) -> dict[str, int]:
@@ -416,11 +420,11 @@ def _is_coded(residuals: Sequence[Tensor] | None) -> bool:
     return any(residual.dtype == torch.int8 for residual in residuals or ())
 
 
-def _share_scales(block_group: BlockGroup) -> bool:
-    """Return True if each row of a block has its own scale of int8 residuals, and the block sends some elements."""
-    spec = block_group.spec
-    has_rows = spec.width == RESIDUAL_ROW and not spec.codec.is_dense
-    return has_rows and all(slot.grid.cols % RESIDUAL_ROW == 0 for slot in block_group.slots)
+def _has_row_scales(block_group: BlockGroup) -> bool:
+    """Return True if each row of a block has its own scale of int8 residuals."""
+    return block_group.spec.width == RESIDUAL_ROW and all(
+        slot.grid.cols % RESIDUAL_ROW == 0 for slot in block_group.slots
+    )
 
 
 def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
