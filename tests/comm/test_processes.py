@@ -368,8 +368,11 @@ def test_load_rank_tensors_refuses_another_world_size(monkeypatch: pytest.Monkey
     load_rank_tensors(optimizer, tensors)
     with pytest.raises(UserError, match="saved by 4 processes, and these are 1: the residuals of the others"):
         load_rank_tensors(optimizer, {**tensors, "rank0/processes": torch.tensor([4])})
-    with pytest.raises(UserError, match="rank0/step should have the shape"):
+    with pytest.raises(UserError, match="the saved tensors have no rank0/step"):
         load_rank_tensors(optimizer, {})
+    name = next(name for name in tensors if name.endswith("/residual"))
+    with pytest.raises(UserError, match=rf"{name} should have the shape .*; given \(1,\)"):
+        load_rank_tensors(optimizer, {**tensors, name: torch.zeros(1)})
     with pytest.raises(UserError, match="those of a DeMo or a MomentumExchange; given a AdamW"):
         rank_tensors(torch.optim.AdamW(net.parameters()))  # type: ignore[arg-type]
 

@@ -83,11 +83,15 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
     # The current state has the expected names and shapes. Check all of them before the first change.
     expected, exchange = rank_tensors(optimizer), _get_exchange(optimizer)
     for name, like in expected.items():
-        if name not in tensors or tensors[name].shape != like.shape:
-            given = tuple(tensors[name].shape) if name in tensors else "nothing"
+        if name not in tensors:
             raise UserError(
-                f"{name} should have the shape {tuple(like.shape)}; given {given}. Load on as many processes as saved, "
-                "with the same model and options"
+                f"the saved tensors have no {name}: load with the version, model, options and number of processes that "
+                "saved them"
+            )
+        if tensors[name].shape != like.shape:
+            raise UserError(
+                f"{name} should have the shape {tuple(like.shape)}; given {tuple(tensors[name].shape)}. Load on as many "
+                "processes as saved, with the same model and options"
             )
 
     def load_copy(name: str) -> Tensor:
