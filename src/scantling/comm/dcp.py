@@ -90,8 +90,8 @@ def load_rank_tensors(optimizer: DeMo | MomentumExchange, tensors: Mapping[str, 
             )
         if tensors[name].shape != like.shape:
             raise UserError(
-                f"{name} should have the shape {tuple(like.shape)}; given {tuple(tensors[name].shape)}. Load on as many "
-                "processes as saved, with the same model and options"
+                f"{name} should have the shape {tuple(like.shape)}; given {tuple(tensors[name].shape)}. Load on as "
+                "many processes as saved, with the same model and options"
             )
 
     def load_copy(name: str) -> Tensor:
