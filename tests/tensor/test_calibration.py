@@ -219,6 +219,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a small size": ({"size_target": 0.001}, "size target of .* parameters; it must be at least"),
     "the dense size": ({"size_target": 1.0}, "with size_target=1 none of the 8 layers becomes smaller"),
     "several modes": ({"format": "tt"}, "use format='low-rank'"),
+    "silu in the layers": ({"format": "cola"}, "needs linear layers, but format='cola' has silu in them"),
+    "texts": ({"calibration": [["a text", "another"]]}, "a batch holds texts; give token ids"),
     "a filter for nothing": ({"filter_fn": lambda name, _: "embed" in name}, "nothing to replace"),
 }
 
@@ -248,8 +250,87 @@ def test_calibration_that_reaches_no_layer_is_refused() -> None:
     with pytest.raises(UserError, match="calibration: the inputs of used hold NaN or Inf"):
         sc.tensorize(model, 4, init="svd", calibration=[x / 0], filter_fn=lambda *_: True)
     assert type(model.used) is nn.Linear
-    sc.tensorize(model, 4, init="svd", calibration=[x], filter_fn=lambda *_: True)
+    report: list[LayerReport] = []
+    sc.tensorize(model, 4, init="svd", calibration=[x], filter_fn=lambda *_: True, report=report)
     assert isinstance(model.unused, sc.TTLinear)
+    assert [each.output_error is None for each in report] == [False, True, False]
+
+
+class TwoHeads(nn.Module):
+    """A model whose output depends on its trunk and its first head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.pooler, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.trunk(x).relu()
+        return self.head(y), self.pooler(y)
+
+
+def test_layers_that_the_output_does_not_depend_on_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = TwoHeads(), torch.randn(100, 64)
+    report: list[LayerReport] = []
+    with caplog.at_level(logging.WARNING, logger="scantling"):
+        sc.tensorize(model, size_target=0.5, init="svd", calibration=[x], report=report)
+    assert "does not depend on 2 layers (pooler, unused); they stay dense" in caplog.text
+    assert type(model.pooler) is type(model.unused) is nn.Linear
+    # The target is half of the other layers, whose sizes are those of the report unless one stays dense.
+    assert {each.name for each in report[:-1]} <= {"trunk", "head"}
+    left = 2 * 64 * 64 - report[-1].dense_parameters
+    assert 0.45 * 2 * 64 * 64 < left + report[-1].tt_parameters <= 0.5 * 2 * 64 * 64
+    model = TwoHeads()
+    with pytest.raises(UserError, match=r"does not depend on 1 layers \(pooler\), which are all layers to convert"):
+        sc.tensorize(
+            model,
+            size_target=0.5,
+            init="svd",
+            calibration=[x],
+            filter_fn=lambda name, _: name == "pooler",
+        )
+    assert type(model.pooler) is nn.Linear
+
+
+@pytest.mark.parametrize("options", [{"size_target": 0.5}, {"error": 0.5}, {"rank": 4}])
+def test_model_that_is_itself_a_layer_is_refused(options: dict[str, Any]) -> None:
+    layer, x = nn.Linear(32, 32), torch.randn(20, 32)
+    with pytest.raises(UserError, match="the model is itself a Linear; use from_dense"):
+        sc.tensorize(layer, init="svd", calibration=[x], **options)
+    assert not [*layer.children()]
+
+
+class Detached(nn.Sequential):
+    """A model whose output has no gradients."""
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+def test_gradients_that_size_target_needs() -> None:
+    x = torch.randn(20, 32)
+    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)]
+    options: dict[str, Any] = {"size_target": 0.5, "init": "svd", "calibration": [x]}
+    with pytest.raises(UserError, match=r"whose forward pass runs under torch\.no_grad"):
+        sc.tensorize(Detached(*layers), **options)
+    with torch.inference_mode():
+        options["calibration"] = [x.clone()]
+        with pytest.raises(UserError, match=r"does not work in torch\.inference_mode\(\)"):
+            sc.tensorize(nn.Sequential(*layers), **options)
+    with torch.no_grad():
+        net = sc.tensorize(nn.Sequential(*layers), **options)
+    assert isinstance(net[0], sc.TTLinear) or isinstance(net[2], sc.TTLinear)
+
+
+def test_inputs_of_one_token_without_a_batch() -> None:
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    alone, together = ([torch.ones(32)], [torch.ones(1, 32)])
+    reports: list[list[LayerReport]] = [[], []]
+    for report, given in zip(reports, (alone, together), strict=True):
+        sc.tensorize(copy.deepcopy(net), error=0.5, init="svd", calibration=given, report=report)
+    assert reports[0] == reports[1]
 
 
 def test_shared_linear_layer_counts_all_its_inputs() -> None:

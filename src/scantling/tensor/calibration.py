@@ -69,13 +69,16 @@ def calibrate(
         with_effects: True to measure the effects of layers on the output of the model, by a backward pass per batch.
 
     Raises:
-        UserError: if there are no batches, they reach none of the layers, or inputs hold NaN or Inf.
+        UserError: if there are no batches, they hold texts, they reach none of the layers, or inputs hold NaN or Inf;
+            if the output of the model has no gradients, which `with_effects` needs; in `torch.inference_mode()`.
     """
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise UserError(
             f"given calibration of type {type(batches).__name__}; it must be an iterable of batches, such as a "
             "DataLoader or a list of dicts"
         )
+    if torch.is_inference_mode_enabled():
+        raise UserError("calibration does not work in torch.inference_mode(); use torch.no_grad()")
     recorder = _Recorder()
     parts = {candidate.module: _watched_layers(candidate.module) for candidate in candidates}
     first: tuple[Any, Tensor] | None = None
@@ -87,8 +90,8 @@ def calibrate(
             recorder.mask = _mask(moved, model)
             with torch.set_grad_enabled(with_effects):
                 output = _run(model, moved)
-            if with_effects:
-                recorder.add_effects(output)
+                if with_effects:
+                    recorder.add_effects(output)
             first = first or (moved, output.detach())
     finally:
         recorder.remove()
@@ -164,6 +167,14 @@ class _Recorder:
 
     def add_effects(self, output: Tensor) -> None:
         """Run the backward pass of a random direction of the model's output."""
+        self._passes += 1
+        if not self._outputs:
+            return
+        if not output.requires_grad:
+            raise UserError(
+                "calibration: size_target needs gradients of the model's output, which does not depend on the layers "
+                "to convert, or whose forward pass runs under torch.no_grad()"
+            )
         direction = torch.randn(output.shape, generator=self._generator).to(output)
         outputs = [y for _, y in self._outputs]
         gradients = torch.autograd.grad((output * direction).sum() / output.detach().norm(), outputs, allow_unused=True)
@@ -174,7 +185,6 @@ class _Recorder:
                 self._powers[module].append(linear.square().sum(-1).mean())
                 self._squared_gradients[module].append(gradient.float().square().sum() / y.shape[-1])
         self._outputs = []
-        self._passes += 1
 
     def effects(self) -> dict[nn.Module, float]:
         """Return the effects of all modules with gradients."""
@@ -213,7 +223,8 @@ class _Recorder:
         if self._last is not None and self._last[0] is x and self._last[1] == version_counter(x):
             return self._last[2:]
         # Padding does not count.
-        tokens = x[self.mask] if self.mask is not None and x.shape[:-1] == self.mask.shape else x.flatten(0, -2)
+        is_masked = self.mask is not None and x.shape[:-1] == self.mask.shape
+        tokens = x[self.mask] if is_masked else x.reshape(-1, x.shape[-1])
         with without_autocast(x.device):
             tokens = tokens.to(torch.promote_types(x.dtype, torch.float32))
             self._last = x, version_counter(x), tokens.t() @ tokens, tokens.shape[0]
@@ -223,9 +234,13 @@ class _Recorder:
 def _to_device(batch: Any, model: nn.Module) -> Any:
     """Return a batch with its tensors on the device of the model."""
     device = next(model.parameters()).device
+    if isinstance(batch, str) or (isinstance(batch, tuple | list) and any(isinstance(each, str) for each in batch)):
+        raise UserError("calibration: a batch holds texts; give token ids, as the model takes them")
 
     def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return (value.clone() if value.is_inference() else value).to(device)
 
     if isinstance(batch, Mapping):
         return {key: move(value) for key, value in batch.items()}

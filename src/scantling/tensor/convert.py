@@ -91,7 +91,8 @@ def tensorize(
             `init="svd"`. Without `calibration` it is the relative error of the weight.
         size_target: size of these layers together: up to 1 a fraction of their dense size, above 1 a number of
             parameters. The ranks, and the layers that stay dense, minimize the error of the model's output, which is
-            predicted from its gradients. Needs `init="svd"` and `calibration`.
+            predicted from its gradients. Layers that this output does not depend on stay dense and do not count; a
+            warning names them. Needs `init="svd"` and `calibration`.
         format: format of linear layers and experts; default `tt`, or `low-rank` with `error` or `size_target`, which
             need thin matrices. `tt`: tensor trains, as in CoMERA. `low-rank`: y = (x A) B, two thin matrices. `cola`:
             y = silu(x A) B. `tt-silu`: the same with A and B as chains, so that the input modes reduce x and the output
@@ -102,10 +103,10 @@ def tensorize(
         init: `random`: draw the cores from torch's generator and scale them to the norm of the replaced weight. `svd`:
             use the closest cores that TT-SVD finds; a warning lists the errors if one of them is 10 % or more.
         calibration: batches of typical inputs: mappings of keyword arguments (as transformers takes them), sequences of
-            arguments, or tensors; a few dozen texts are enough. With `init="svd"`, linear layers and experts get cores
-            that minimize the error of their outputs for these inputs instead of the error of their weights. The model
-            runs over them once in evaluation mode, with a backward pass for `size_target`; one (in, in) matrix in fp32
-            is kept for each layer until the end.
+            arguments, or tensors; a few dozen tokenized texts are enough. With `init="svd"`, linear layers and experts
+            get cores that minimize the error of their outputs for these inputs instead of the error of their weights.
+            The model runs over them once in evaluation mode, with a backward pass for `size_target`; one (in, in)
+            matrix in fp32 is kept for each layer until the end.
         filter_fn: function of a layer's name and the layer; True to replace the layer, whatever its size.
         report: a list to which a `LayerReport` is appended for each replaced layer: its name, its size before and
             after, and with `init="svd"` the relative error of its weight. With `calibration` it has the relative error
@@ -136,6 +137,8 @@ def tensorize(
         raise UserError(f"{names[0] or 'the model'} is already a TT layer; call sc.densify(model) first")
     _check_options(rank, error, size_target, init, calibration)
     linear = linear_options(format or ("tt" if rank is not None else "low-rank"), num_modes)
+    if init == "svd" and "activation" in linear:
+        raise UserError(f"init='svd' needs linear layers, but format={format!r} has {linear['activation']} in them")
     layer_filter = LayerFilter(1 if rank is None else rank, filter_fn)
     measured: Calibration | None = None
     whitened: dict[nn.Module, WhitenedWeights] = {}
@@ -150,6 +153,8 @@ def tensorize(
         measured, whitened = _whiten(model, candidates, calibration, with_effects=size_target is not None)
     if rank is None:
         effects = {} if measured is None else measured.effects
+        if size_target is not None:
+            candidates = _with_effects(candidates, effects)
         selected = _select_ranks(candidates, whitened, linear, error, size_target, effects)
     # Build and fill all layers before the model changes, so that an error leaves it as it is.
     if init == "random":
@@ -217,7 +222,33 @@ def _select_linear(model: nn.Module, layer_filter: LayerFilter) -> list[Candidat
         raise UserError(
             _nothing_to_replace(model, [each for each in candidates if not is_embedding(each.module)], refused, {})
         )
+    _check_has_parent(linear[0])
     return linear
+
+
+def _check_has_parent(candidate: Candidate) -> None:
+    """Raise if a layer is the model itself, which has no parent to replace it in."""
+    if candidate.name == "":
+        raise UserError(
+            f"the model is itself a {type(candidate.module).__name__}; use from_dense of the TT layer instead"
+        )
+
+
+def _with_effects(candidates: Sequence[Candidate], effects: Mapping[nn.Module, float]) -> list[Candidate]:
+    """Return the layers that the output of the model depends on, with a warning that names the others.
+
+    Raises:
+        UserError: if there are none.
+    """
+    found = [candidate for candidate in candidates if effects.get(candidate.module, 0.0) > 0.0]
+    others = [candidate.name for candidate in candidates if effects.get(candidate.module, 0.0) <= 0.0]
+    names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+    text = f"the output of the model for the calibration batches does not depend on {len(others)} layers ({names})"
+    if not found:
+        raise UserError(f"calibration: {text}, which are all layers to convert; give batches that run through them")
+    if others:
+        logger.warning("tensorize: %s; they stay dense, and size_target does not count them", text)
+    return found
 
 
 def _whiten(
@@ -347,9 +378,7 @@ def _select(
             selected.append((candidate, layer))
     if not selected:
         raise UserError(_nothing_to_replace(model, candidates, refused, larger))
-    # The empty name is the model itself, which has no parent to replace it in.
-    if selected[0][0].name == "":
-        raise UserError(f"the model is itself a {type(model).__name__}; use from_dense of the TT layer instead")
+    _check_has_parent(selected[0][0])
     for pattern in layer_filter.unused_patterns():
         logger.warning("tensorize: the pattern %r selects no layer", pattern)
     if keep_larger and larger:

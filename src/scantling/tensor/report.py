@@ -50,7 +50,8 @@ class LayerReport:
         tt_parameters: number of parameters in the TT layer, without the bias.
         weight_error: ‖W − W'‖ / ‖W‖ in Frobenius norm with `init="svd"`, which is also the relative error of the
             output for inputs with independent features; None with `init="random"`, where W' is unrelated to W.
-        output_error: ‖X W − X W'‖ / ‖X W‖ for the inputs X of a calibration; None without one, and for embeddings.
+        output_error: ‖X W − X W'‖ / ‖X W‖ for the inputs X of a calibration; None without one, for embeddings, and for
+            layers that had no inputs.
     """
 
     name: str
@@ -105,8 +106,10 @@ def _weight_error(candidate: Candidate, layer: Layer) -> float:
 
 
 @torch.no_grad()
-def _output_error(layer: Layer, whitened: WhitenedWeights) -> float:
-    """Return ‖X W − X W'‖ / ‖X W‖; 0 if W is 0. Several experts count by the mean over their tokens."""
+def _output_error(layer: Layer, whitened: WhitenedWeights) -> float | None:
+    """Return ‖X W − X W'‖ / ‖X W‖; 0 if W is 0, None without inputs. Experts count by the mean over their tokens."""
+    if not any(weight.has_inputs for weights in whitened.values() for weight in weights):
+        return None
     squared_error = squared_norm = 0.0
     for part, layers in _tt_layers(layer).items():
         for tt_layer, weight in zip(layers, whitened[part], strict=True):

@@ -37,10 +37,11 @@ class WhitenedWeight:
 
     Attributes:
         matrix: W, (in, out), in float64.
+        has_inputs: True if there is a Gram matrix.
     """
 
     def __init__(self, weight: Tensor, gram: Tensor | None) -> None:
-        self.matrix = weight.detach().t().double()
+        self.matrix, self.has_inputs = weight.detach().t().double(), gram is not None
         self._gram = None if gram is None or not bool(gram.any()) else gram
 
     @cached_property
