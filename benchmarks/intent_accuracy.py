@@ -12,9 +12,9 @@
 tiny` is 2 encoders of width 64 at rank 16, to choose among variants. Every row has the same budget for its rates: first
 the learning rate of everything, then the ratios of the layers' and of the embedding's rates to it, each along a grid
 until the best value lies between two worse ones. At `full` the ratios are those of `small`. Rows at a size target other
-than 0.2 take the rates of `tt` or of `tt 0.2`, and variants the ratios of `tt`. The standard deviation of BERT's first
-weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is so small that every model mostly learns
-the scale of its weights.
+than `tt 0.2` take the rates of `tt`, `tt 0.2` or `low rank`, and variants the ratios of `tt`. The standard deviation of
+BERT's first weights, 0.02 at width 768, is scaled by 1 / sqrt(width): at width 128, 0.02 is so small that every model
+mostly learns the scale of its weights.
 
 The training, dev and test texts are those of finetune_data.py; no text is in two of them. `bag of words` is a linear
 model of word counts. Results are lines of benchmarks/results/intent-accuracy.jsonl; no run is repeated.
@@ -66,19 +66,21 @@ BEGIN, END = 0.3, 0.7
 """Fractions of a run at which the rank reduction begins and ends."""
 TT = {"form": "tt"}
 OTHER_TARGETS = {"tt 0.8": 0.8, "tt 0.5": 0.5, "tt 361x": 0.1777}
+LOW_RANK = {**TT, "form": "low-rank"}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
     "tt": TT,
     "dense as tt": {"form": "dense", "as_large_as": "tt"},
     "tt 0.2": {**TT, "target": 0.2},
     "dense as tt 0.2": {"form": "dense", "as_large_as": "tt 0.2"},
-    "low rank": {**TT, "form": "low-rank"},
+    "low rank": LOW_RANK,
     "cola": {**TT, "form": "cola"},
     "galore": {"form": "dense", "optimizer": "galore"},
     **{name: {**TT, "target": target} for name, target in OTHER_TARGETS.items()},
+    **{f"low rank {target}": {**LOW_RANK, "target": target} for target in (0.5, 0.2)},
 }
 """Settings of each row: the format of the layers, and what else differs from `dense`."""
-SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2"}
+SHARED = {"tt 0.8": "tt", "tt 0.5": "tt", "tt 361x": "tt 0.2", "low rank 0.5": "low rank", "low rank 0.2": "low rank"}
 """Rows that take all rates of another row."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "tt": {},
