@@ -135,7 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Changes of the row `tt`. Their learning rate is searched, with the ratios of the row of their form."""
 RATES = [0.125e-3 * 2**power for power in range(8)]
-RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0, 9.0, 27.0, 81.0]
+RATIOS = [1 / 27, 1 / 9, 1 / 3, 1.0, 3.0, 9.0, 27.0, 81.0, 243.0, 729.0]
 
 
 def coordinates(settings: Mapping[str, Any]) -> dict[str, Grid]:

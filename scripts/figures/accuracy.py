@@ -22,8 +22,13 @@ PANELS = (
 NAMES = {
     "dense": "dense",
     "tt": "TT",
+    "low rank": "thin matrices, as large as TT",
+    "cola": "CoLA, as large as TT",
     "dense as tt": "narrow dense, as large as TT",
+    "galore": "GaLore",
+    "tt 0.5": "TT at size target 0.5",
     "tt 0.2": "TT at size target 0.2",
+    "low rank 0.2": "thin matrices at 0.2",
     "dense as tt 0.2": "narrow dense, as large as TT at 0.2",
 }
 LEFT, WIDTH, TOP, HEIGHT = 48, 205, 34, 190
@@ -45,7 +50,8 @@ def row_of(line: dict[str, Any]) -> str:
         return f"dense as {line['as_large_as']}"
     if line.get("optimizer") == "galore":
         return "galore"
-    return f"{line['form']} {line['target']:g}" if line.get("target") else line["form"]
+    form = line["form"].replace("-", " ")
+    return f"{form} {line['target']:g}" if line.get("target") else form
 
 
 def read_points(data: str, size: str) -> dict[str, Point]:
