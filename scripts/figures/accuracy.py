@@ -55,7 +55,7 @@ def row_of(line: dict[str, Any]) -> str:
 
 
 def read_points(data: str, size: str) -> dict[str, Point]:
-    """Return the points of the rows that were run with several seeds, largest first."""
+    """Return the points of the rows that were run with several seeds, at the rates of the last run, largest first."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in map(json.loads, (RESULTS / "intent-accuracy.jsonl").read_text(encoding="utf-8").splitlines()):
         if (line.get("size"), line["data"], line.get("dev")) == (size, data, False) and line["eval_loss"] is not None:
@@ -68,10 +68,16 @@ def read_points(data: str, size: str) -> dict[str, Point]:
             statistics.fmean(line["num_parameters"] for line in lines),
             times[row]["ratio"],
         )
-        for row, lines in runs.items()
-        if row in NAMES and len({line["seed"] for line in lines}) >= 4
+        for row, lines in ((row, with_last_rates(lines)) for row, lines in runs.items() if row in NAMES)
+        if len({line["seed"] for line in lines}) >= 4
     }
     return dict(sorted(points.items(), key=lambda item: -item[1].parameters))
+
+
+def with_last_rates(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines with the learning rates of the last one: a search that went on has found better ones."""
+    rates = ("lr", "layers_ratio", "embedding_ratio")
+    return [line for line in lines if all(line[rate] == lines[-1][rate] for rate in rates)]
 
 
 def ticks(low: float, high: float) -> list[float]:
