@@ -207,6 +207,6 @@ def test_tensorize_refuses_invalid_formats() -> None:
         UserError, match="given num_modes=3 with format='cola', which has matrices: num_modes must be 1"
     ):
         sc.tensorize(Block(), rank=2, format="cola", num_modes=3)
-    with pytest.raises(UserError, match="q_proj: init='svd' needs a linear layer"):
+    with pytest.raises(UserError, match="init='svd' needs linear layers, but format='cola' has silu in them"):
         sc.tensorize(Block(), rank=6, format="cola", init="svd")
     assert len(sc.tensorize(Block(), rank=2, format="tt-silu", num_modes=2).get_submodule("q_proj").in_modes) == 2
