@@ -34,9 +34,9 @@ the rates that are best with two; the result of AdamW under DDP is taken from tw
 same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, and
 evaluations are of the weights after the last exchange. `ours k192 h5 all_gather` takes five AdamW steps between
 exchanges, which send the signs of the 192 largest of 4,096 coefficients; `ours k144 h5 owner` sends 144 with the owner
-strategy. Bytes come from the formulas, which benchmarks/network.py checks
-against the counters of an interface. `bytes_over_the_run` includes the first 30 steps of PowerSGD, which average
-everything: a tenth of 300, as its documentation advises.
+strategy. Bytes come from the formulas, which benchmarks/network.py checks against the counters of an interface.
+`bytes_over_the_run` includes the first 30 steps of PowerSGD, which average everything: a tenth of 300, as its
+documentation advises.
 
 In all methods but SGD, published DeMo and `ddp, one rate`, AdamW trains embeddings and vectors at the rate that is best
 for AdamW alone. This rate is swept first; afterwards only the rate of the matrices is swept. DeMo's AdamW has a
@@ -506,7 +506,7 @@ def report(lines: Lines, data: str) -> None:
         if rate is not None and tunes_dense(data, method):
             print(dense_grid(data).row("  rate of embeddings", swept_dense(lines, data, method, rate)))
     one = best_rate(lines, data, ONE_RATE[0])
-    if one is not None and one != WORKS[data].dense_lr:
+    if one is not None and one != WORKS[data].dense_lr and not WORKS[data].tunes_dense:
         print(f"AdamW of one rate is best at {one:g}, but embeddings learn at {WORKS[data].dense_lr:g}: set it")
 
 

@@ -60,6 +60,7 @@ def read_points(data: str, size: str) -> dict[str, Point]:
     for line in map(json.loads, (RESULTS / "intent-accuracy.jsonl").read_text(encoding="utf-8").splitlines()):
         if (line.get("size"), line["data"], line.get("dev")) == (size, data, False) and line["eval_loss"] is not None:
             runs[row_of(line)].append(line)
+    found = {row: with_last_rates(lines) for row, lines in runs.items() if row in NAMES}
     newest = max(RESULTS.glob(f"intent-times-{size}-cpu-*.json"))
     times = json.loads(newest.read_text(encoding="utf-8"))["results"]
     points = {
@@ -68,7 +69,7 @@ def read_points(data: str, size: str) -> dict[str, Point]:
             statistics.fmean(line["num_parameters"] for line in lines),
             times[row]["ratio"],
         )
-        for row, lines in ((row, with_last_rates(lines)) for row, lines in runs.items() if row in NAMES)
+        for row, lines in found.items()
         if len({line["seed"] for line in lines}) >= 4
     }
     return dict(sorted(points.items(), key=lambda item: -item[1].parameters))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -93,6 +93,11 @@ def first_line(error: BaseException | str) -> str:
 def shorten(text: str, length: int) -> str:
     """Return a text of at most this length; a longer one ends in "..."."""
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, separated by commas, with "…" after them if there are more."""
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str | None:

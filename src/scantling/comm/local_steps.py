@@ -483,7 +483,8 @@ def sparseloco(
     Raises:
         UserError: as `LocalSteps` and `MomentumExchange`.
     """
-    exchange = outer_exchange("sparseloco", groups, **{"decay": 1.0 if keep_unsent else 0.95, **options})
+    published = {} if keep_unsent else {"decay": 0.95}
+    exchange = outer_exchange("sparseloco", groups, **{**published, **options})
     outer: dict[str, Any] = {"outer_lr": outer_lr, "batch_shares": batch_shares, "keep_unsent": keep_unsent}
     return LocalSteps(inner, exchange, sync_every=sync_every, **outer)
 

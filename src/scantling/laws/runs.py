@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scantling.errors import UserError, did_you_mean
+from scantling.errors import UserError, did_you_mean, first_names
 from scantling.laws.inputs import EMPTY_CELLS, FULL_PRECISION, UNQUANTIZED_SCHEMES, Array, cell_text, parse_bits
 
 if TYPE_CHECKING:
@@ -322,10 +322,9 @@ def _check_values(runs: Mapping[str, Array], law: type[Law], row_numbers: Sequen
         bad = np.flatnonzero(~(np.isfinite(runs[name]) & (runs[name] > 0))).tolist()
         if bad:
             bad_numbers = list(dict.fromkeys(str(row_numbers[i]) for i in bad))
-            listed = ", ".join(bad_numbers[:5]) + (", …" if len(bad_numbers) > 5 else "")
             raise UserError(
-                f"{name} of run {listed} is {runs[name][bad[0]]}; every {name} is a positive and finite number. "
-                f"Leave out runs that diverged or did not end"
+                f"{name} of run {first_names(bad_numbers, 5)} is {runs[name][bad[0]]}; every {name} is a positive "
+                f"and finite number. Leave out runs that diverged or did not end"
             )
     low, high = _BITS
     for name in law.VARIABLES:

@@ -232,7 +232,11 @@ class _Recorder:
 
 
 def _to_device(batch: Any, model: nn.Module) -> Any:
-    """Return a batch with its tensors on the device of the model."""
+    """Return a batch with its tensors on the device of the model.
+
+    Raises:
+        UserError: if it holds texts.
+    """
     device = next(model.parameters()).device
     if isinstance(batch, str) or (isinstance(batch, tuple | list) and any(isinstance(each, str) for each in batch)):
         raise UserError("calibration: a batch holds texts; give token ids, as the model takes them")

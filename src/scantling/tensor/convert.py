@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from scantling.errors import UserError
+from scantling.errors import UserError, first_names
 from scantling.tensor.calibration import Calibration, calibrate
 from scantling.tensor.experts import is_fused_experts
 from scantling.tensor.find_layers import Candidate, Filter, LayerFilter, Ranks, find_layers, is_embedding, is_linear
@@ -138,7 +138,10 @@ def tensorize(
     _check_options(rank, error, size_target, init, calibration)
     linear = linear_options(format or ("tt" if rank is not None else "low-rank"), num_modes)
     if init == "svd" and "activation" in linear:
-        raise UserError(f"init='svd' needs linear layers, but format={format!r} has {linear['activation']} in them")
+        raise UserError(
+            f"init='svd' needs linear layers, but format={format!r} has {linear['activation']} in them; "
+            f"use 'tt' or 'low-rank'"
+        )
     layer_filter = LayerFilter(1 if rank is None else rank, filter_fn)
     measured: Calibration | None = None
     whitened: dict[nn.Module, WhitenedWeights] = {}
@@ -240,14 +243,18 @@ def _with_effects(candidates: Sequence[Candidate], effects: Mapping[nn.Module, f
     Raises:
         UserError: if there are none.
     """
-    found = [candidate for candidate in candidates if effects.get(candidate.module, 0.0) > 0.0]
-    others = [candidate.name for candidate in candidates if effects.get(candidate.module, 0.0) <= 0.0]
-    names = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-    text = f"the output of the model for the calibration batches does not depend on {len(others)} layers ({names})"
+    has_effect = [effects.get(candidate.module, 0.0) > 0.0 for candidate in candidates]
+    found = [candidate for candidate, has in zip(candidates, has_effect, strict=True) if has]
+    if all(has_effect):
+        return found
+    others = [candidate.name for candidate, has in zip(candidates, has_effect, strict=True) if not has]
+    text = (
+        f"the output of the model for the calibration batches does not depend on {len(others)} layers "
+        f"({first_names(others)})"
+    )
     if not found:
         raise UserError(f"calibration: {text}, which are all layers to convert; give batches that run through them")
-    if others:
-        logger.warning("tensorize: %s; they stay dense, and size_target does not count them", text)
+    logger.warning("tensorize: %s; they stay dense, and size_target does not count them", text)
     return found
 
 

@@ -161,7 +161,10 @@ def _with_values(layer: Any, dense: Any, init: Init, name: str, whitened: Whiten
         return layer.requires_grad_(weight.requires_grad)
     norm = check_weight(weight, name)
     if init == "svd" and getattr(layer, "activation", None) is not None:
-        raise UserError(f"{name}: init='svd' needs a linear layer, but this one has {layer.activation} in it")
+        raise UserError(
+            f"{name}: init='svd' needs a linear layer, but this one has {layer.activation} between its cores; use "
+            "init='random' or a format without an activation"
+        )
     if init == "svd" and norm > 0.0 and whitened is not None:
         cores = whitened.cores(layer.in_modes, layer.out_modes, layer.ranks)
         layer.replace_cores(core.to(weight.dtype) for core in cores)

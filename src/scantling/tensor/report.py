@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scantling.errors import first_names
 from scantling.tensor.experts import TTExperts
 from scantling.tensor.find_layers import Candidate, is_embedding
 from scantling.tensor.linear import TTLinear
@@ -166,7 +167,7 @@ def warn_if_trained(candidates: Sequence[Candidate], *, has_svd: bool) -> None:
         "tensorize: init='random' discards the trained weights of %d layers (%s). To keep them, %s; to train from "
         "scratch, build the model without loading weights",
         len(trained),
-        ", ".join(trained[:3]) + (", …" if len(trained) > 3 else ""),
+        first_names(trained),
         advice,
     )
 
