@@ -5,6 +5,8 @@
                                                  (5 of the long runs), the others with 3; `--replicas 4` and 8 with more
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
+    python benchmarks/comm_quality.py rates      replicas that step AdamW on their own and average all weights after
+                                                 every step, at the rates of AdamW under DDP and at sqrt(N) times these
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
                                                  with its own schedule and a swept rate; for time_to_loss.py
     python benchmarks/comm_quality.py longer     five local steps in longer runs, which end at the loss of AdamW under
@@ -256,6 +258,10 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
 }
 """Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
+AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
+"""Options of SELDOM that average all weights after every step."""
+EXAMPLE_RATES = (2e-3, 8e-3)
+"""Of matrices and of embeddings, in the phase `rates`."""
 SHORTER, LONGER = (28, 208), (2600,)
 """Lengths in steps of the phases of these names on `llama-10m-long`.
 
@@ -497,6 +503,17 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
         yield from (run_spec(data, method, seed=seed, **{**rates, **options}) for seed in WORKS[data].few_seeds)
 
 
+def rate_specs(data: str) -> Iterator[tuple[str, Spec]]:
+    """Return the runs of the phase `rates` with the names of their rows."""
+    lr, dense_lr = EXAMPLE_RATES
+    for seed in WORKS[data].few_seeds:
+        yield "averaged gradients", run_spec(data, METHODS[0], lr, seed, dense_lr=dense_lr)
+        for count in (REPLICAS, 2 * REPLICAS):
+            for name, factor in (("", 1.0), (f", sqrt({count}) times the rates", count**0.5)):
+                spec = run_spec(data, SELDOM, factor * lr, seed, count, dense_lr=factor * dense_lr, **AVERAGED)
+                yield f"averaged weights, {count} replicas{name}", spec
+
+
 def report(lines: Lines, data: str) -> None:
     """Print the sweep: losses by learning rate."""
     print(f"{data}: held-out nats a target by learning rate, seed 0\n{GRID.header()}")
@@ -511,7 +528,7 @@ def report(lines: Lines, data: str) -> None:
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "settings", "shorter", "longer", "report"]
+    phases = ["sweep", "seeds", "settings", "rates", "shorter", "longer", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
     parser.add_argument("--data", choices=list(WORKS), default="novels", help="data set (default: novels)")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
@@ -549,7 +566,8 @@ def main() -> int:
             for spec in length_specs(options.data, method, rate, seed, lengths):
                 ledger.run(spec)
     else:
-        for spec in list(setting_specs(ledger.lines(), options.data)):
+        rates = (spec for _, spec in rate_specs(options.data))
+        for spec in list(rates if options.phase == "rates" else setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)
     return 0
 

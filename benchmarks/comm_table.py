@@ -22,7 +22,7 @@ import comm_quality as quality
 import numpy as np
 from dated import RESULTS
 from network import cpu_seconds
-from resumable import Ledger, Line, interval, steps_to_reach
+from resumable import Ledger, Line, interval, spec_key, steps_to_reach
 from time_to_loss import ALONE, BASE, elapsed_seconds, loss_after, steps_in, steps_on, trained
 
 Link = dict[str, Any]
@@ -104,6 +104,17 @@ def settings_table(lines: quality.Lines, data: str) -> str:
             loss = format_seeds(runs, "eval_loss")
             rows.append([name, method, loss, difference(runs, own), f"{np.mean(shares):.2f}"])
     return markdown(["setting", "of", "held-out loss", "to the method's own", "bytes of its"], rows) if rows else ""
+
+
+def rates_table(lines: quality.Lines, data: str) -> str:
+    """Return the losses of the phase `rates` and their differences to averaged gradients, paired by seed."""
+    found: dict[str, dict[int, Line]] = {}
+    for name, spec in quality.rate_specs(data):
+        if (line := lines.get(spec_key(spec))) is not None:
+            found.setdefault(name, {})[spec["seed"]] = line
+    control = next(iter(found.values()), {})
+    rows = [[name, format_seeds(runs, "eval_loss"), difference(runs, control)] for name, runs in found.items()]
+    return markdown(["averaged in every step", "held-out loss", "to averaged gradients"], rows) if rows else ""
 
 
 def sent_bytes(link: Link | None, method: str) -> tuple[float, float] | None:
@@ -192,8 +203,9 @@ def main() -> int:
         return 0
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     print(loss_table(lines, options.data))
-    if settings := settings_table(lines, options.data):
-        print(f"\n{settings}")
+    for table in (settings_table(lines, options.data), rates_table(lines, options.data)):
+        if table:
+            print(f"\n{table}")
     links: dict[tuple[int, str], Link] = {}
     for _, link in sorted(read.items()):
         if not link["emulated_round_trip"]:
