@@ -6,7 +6,7 @@
     python benchmarks/comm_quality.py settings   ours with other coefficients, decay, alpha, formats; DiLoCo with other
                                                  outer rates
     python benchmarks/comm_quality.py rates      replicas that step AdamW on their own and average all weights after
-                                                 every step, at the rates of AdamW under DDP and at sqrt(N) times these
+                                                 every step, at the rates of AdamW under DDP and at higher ones
     python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
                                                  with its own schedule and a swept rate; for time_to_loss.py
     python benchmarks/comm_quality.py longer     five local steps in longer runs, which end at the loss of AdamW under
@@ -509,9 +509,16 @@ def rate_specs(data: str) -> Iterator[tuple[str, Spec]]:
     for seed in WORKS[data].few_seeds:
         yield "averaged gradients", run_spec(data, METHODS[0], lr, seed, dense_lr=dense_lr)
         for count in (REPLICAS, 2 * REPLICAS):
-            for name, factor in (("", 1.0), (f", sqrt({count}) times the rates", count**0.5)):
-                spec = run_spec(data, SELDOM, factor * lr, seed, count, dense_lr=factor * dense_lr, **AVERAGED)
-                yield f"averaged weights, {count} replicas{name}", spec
+            for name, of_matrices, of_embeddings in (
+                ("", 1.0, 1.0),
+                (f", embeddings at {count} times the rate", 1.0, count),
+                (f", all at sqrt({count}) times the rates", count**0.5, count**0.5),
+            ):
+                rates = {"lr": of_matrices * lr, "dense_lr": of_embeddings * dense_lr}
+                yield (
+                    f"averaged weights, {count} replicas{name}",
+                    run_spec(data, SELDOM, seed=seed, replicas=count, **rates, **AVERAGED),
+                )
 
 
 def report(lines: Lines, data: str) -> None:

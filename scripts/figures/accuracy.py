@@ -33,6 +33,8 @@ NAMES = {
 }
 LEFT, WIDTH, TOP, HEIGHT = 48, 205, 34, 190
 COLUMN, ROW = 270, 256
+LABEL_OFFSETS = [(13, 0), (-13, 0), (0, -13), (0, 14), (11, -10), (-11, -10), (11, 11), (-11, 11), (22, 0), (-22, 0)]
+"""Centers of a label relative to its point, the best first."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,15 @@ def draw_panel(
         drawing.line([(x, top + HEIGHT), (x, top + HEIGHT + 4)])
         drawing.text(x, top + HEIGHT + 18, name, "muted", "middle")
     drawing.text(left + WIDTH, top + HEIGHT + 34, label, "muted", "end")
-    taken: list[tuple[float, float]] = []
-    for number, value, accuracy in points:
-        x, y = place(value, accuracy)
+    dots = [place(value, accuracy) for _, value, accuracy in points]
+    labels: list[tuple[float, float]] = []
+    for index, (x, y) in enumerate(dots):
         drawing.circle(x, y, 4, "accent")
-        sides = [(9, 4), (-9, 4), (0, -9), (0, 19), (9, -8), (-9, -8), (9, 16), (-9, 16)]
-        across, down = next(
-            (side for side in sides if all(math.dist((x + side[0], y + side[1]), one) > 13 for one in taken)), sides[0]
-        )
-        taken += [(x, y), (x + across, y + down)]
-        drawing.text(
-            x + across, y + down, f"{number}", "muted", "middle" if not across else "start" if across > 0 else "end"
-        )
+        taken = [*dots[:index], *dots[index + 1 :], *labels]
+        centers = [(x + across, y + down) for across, down in LABEL_OFFSETS]
+        label = max(centers, key=lambda center: min([12, *(math.dist(center, one) for one in taken)]))
+        labels.append(label)
+        drawing.text(label[0], label[1] + 5, f"{points[index][0]}", "muted", "middle")
 
 
 def accuracy() -> str:
