@@ -140,7 +140,7 @@ WORKS["novels-8k"] = replace(
     **REAL_VOCABULARY,
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
     steps=1000,
-    dense_lr=8e-3,
+    dense_lr=32e-3,
     methods=("ddp, one rate", "ddp fp32", LOCAL, KEPT, SELDOM, RARE, BETA1_0, OURS),
     seeds=range(1, 4),
 )
