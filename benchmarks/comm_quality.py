@@ -260,8 +260,8 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
 """Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
 AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
 """Options of SELDOM that average all weights after every step."""
-EXAMPLE_RATES = (2e-3, 8e-3)
-"""Of matrices and of embeddings, in the phase `rates`."""
+DDP_RATES = (2e-3, 8e-3)
+"""Learning rates of matrices and of embeddings for averaged gradients, in the phase `rates`."""
 SHORTER, LONGER = (28, 208), (2600,)
 """Lengths in steps of the phases of these names on `llama-10m-long`.
 
@@ -505,7 +505,7 @@ def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
 
 def rate_specs(data: str) -> Iterator[tuple[str, Spec]]:
     """Return the runs of the phase `rates` with the names of their rows."""
-    lr, dense_lr = EXAMPLE_RATES
+    lr, dense_lr = DDP_RATES
     for seed in WORKS[data].few_seeds:
         yield "averaged gradients", run_spec(data, METHODS[0], lr, seed, dense_lr=dense_lr)
         for count in (REPLICAS, 2 * REPLICAS):
@@ -572,9 +572,11 @@ def main() -> int:
         for seed in seeds:
             for spec in length_specs(options.data, method, rate, seed, lengths):
                 ledger.run(spec)
+    elif options.phase == "rates":
+        for _, spec in rate_specs(options.data):
+            ledger.run(spec)
     else:
-        rates = (spec for _, spec in rate_specs(options.data))
-        for spec in list(rates if options.phase == "rates" else setting_specs(ledger.lines(), options.data)):
+        for spec in list(setting_specs(ledger.lines(), options.data)):
             ledger.run(spec)
     return 0
 

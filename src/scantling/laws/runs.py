@@ -324,7 +324,7 @@ def _check_values(runs: Mapping[str, Array], law: type[Law], row_numbers: Sequen
             bad_numbers = list(dict.fromkeys(str(row_numbers[i]) for i in bad))
             raise UserError(
                 f"{name} of run {first_names(bad_numbers, 5)} is {runs[name][bad[0]]}; every {name} is a positive "
-                f"and finite number. Leave out runs that diverged or did not end"
+                "and finite number. Leave out runs that diverged or did not end"
             )
     low, high = _BITS
     for name in law.VARIABLES:

@@ -140,7 +140,7 @@ def tensorize(
     if init == "svd" and "activation" in linear:
         raise UserError(
             f"init='svd' needs linear layers, but format={format!r} has {linear['activation']} in them; "
-            f"use 'tt' or 'low-rank'"
+            "use 'tt' or 'low-rank'"
         )
     layer_filter = LayerFilter(1 if rank is None else rank, filter_fn)
     measured: Calibration | None = None
