@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,8 @@ import scantling as sc
 from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
 from scantling.comm.layout import all_block_groups, make_buckets
 
-ADAMW = {"betas": (0.9, 0.98), "weight_decay": 0.1}
-"""The best betas found by optim_quality.py."""
+BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.1
+"""AdamW's; the best betas found by optim_quality.py."""
 CLIP = 1.0
 """Largest gradient norm for AdamW and SGD; DeMo takes signs and needs no clipping."""
 OURS = {"values": "sign", "dense": "sign", "decay": 0.95}
@@ -95,28 +95,32 @@ def numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def adamw_groups(model: nn.Module, lr: float, dense_lr: float | None = None) -> list[dict[str, Any]]:
+def adamw_groups(
+    model: nn.Module, lr: float, dense_lr: float | None = None, dense_betas: Sequence[float] = BETAS
+) -> list[dict[str, Any]]:
     """Return parameter groups for AdamW, without weight decay on vectors.
 
     Args:
         model: the model to train.
         lr: learning rate of matrices.
         dense_lr: learning rate of embeddings and vectors; `lr` by default.
+        dense_betas: their betas.
     """
     return [
         {
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
             "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
+            "betas": BETAS if group["role"] == "matrix" else tuple(dense_betas),
             "role": group["role"],
         }
-        for group in sc.param_groups(model, weight_decay=ADAMW["weight_decay"])  # type: ignore[arg-type]
+        for group in sc.param_groups(model, weight_decay=WEIGHT_DECAY)
     ]
 
 
-def adamw(model: nn.Module, lr: float, dense_lr: float | None = None) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, lr: float, **dense: Any) -> torch.optim.Optimizer:
     """Return AdamW on `adamw_groups`."""
-    return torch.optim.AdamW(adamw_groups(model, lr, dense_lr), lr=lr, betas=ADAMW["betas"])  # type: ignore[arg-type]
+    return torch.optim.AdamW(adamw_groups(model, lr, **dense), lr=lr)
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -176,12 +180,13 @@ def local_steps(
     make: Callable[..., Any],
     every: int,
     dense_lr: float | None = None,
+    dense_betas: Sequence[float] = BETAS,
     embeddings: str = "dense",
     embeddings_topk: int | None = None,
     **options: Any,
 ) -> Replica:
     """Return a replica with DiLoCo or SparseLoCo around AdamW, without a transform."""
-    inner = adamw(model, lr, dense_lr)
+    inner = adamw(model, lr, dense_lr=dense_lr, dense_betas=dense_betas)
     groups = channels(model, embeddings, embeddings_topk=embeddings_topk)
     optimizer = make(inner, groups, sync_every=every, **options)
     return Replica(
@@ -262,6 +267,7 @@ def exchanged(
     came: bool = False,
     beta1: float,
     dense_lr: float | None = None,
+    dense_betas: Sequence[float] = BETAS,
     embeddings: str = "dense",
     transform: str = "dct",
     embeddings_topk: int | None = None,
@@ -269,20 +275,20 @@ def exchanged(
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
-    The first beta of matrices, and of embeddings whose momentum is sent, is a separate setting. Parameters whose
-    gradients are synchronized keep a first beta of 0.9.
+    `beta1` is the first beta of matrices, and of embeddings whose momentum is sent. Parameters whose gradients are
+    synchronized have `dense_betas`.
     """
     groups = sc.param_groups(model, weight_decay=0.1)
     sent = channels(model, embeddings, transform, embeddings_topk, weight_decay=0.1)
     exchange = sc.MomentumExchange(sent, **{"topk": 8, "exchange": "all_gather", **OURS, **options})
     make = partial(sc.CAME, debias=True, confidence=False) if came else torch.optim.AdamW
-    rest = (0.98, 0.995) if came else (0.98,)
+    confidence_beta = (0.995,) if came else ()
     own = [
         {
             "params": [param for _, param in group["params"]],
             "weight_decay": group["weight_decay"],
             "lr": lr if dense_lr is None or group["role"] == "matrix" else dense_lr,
-            "betas": (beta1 if each["role"] == "matrix" else 0.9, *rest),
+            "betas": (*((beta1, BETAS[1]) if each["role"] == "matrix" else dense_betas), *confidence_beta),
             **({"role": group["role"], "matrix_dims": group["matrix_dims"]} if came else {}),
         }
         for group, each in zip(groups, sent, strict=True)
@@ -325,11 +331,11 @@ class Both:
             optimizer.zero_grad()
 
 
-def dion(model: nn.Module, lr: float, *, rank: int, dense_lr: float | None = None) -> Replica:
+def dion(model: nn.Module, lr: float, *, rank: int, **dense: Any) -> Replica:
     """Return a replica that averages factors of matrices, see `dion.Dion`, and the gradients of the rest for AdamW."""
-    groups = adamw_groups(model, lr, dense_lr)
+    groups = adamw_groups(model, lr, **dense)
     matrices = Dion([group for group in groups if group["role"] == "matrix"], lr, rank=rank)
-    rest = torch.optim.AdamW([group for group in groups if group["role"] != "matrix"], betas=ADAMW["betas"])  # type: ignore[arg-type]
+    rest = torch.optim.AdamW([group for group in groups if group["role"] != "matrix"])
     others = [param for group in rest.param_groups for param in group["params"]]
 
     def average() -> None:

@@ -91,6 +91,7 @@ class Work:
         dense_lr: AdamW's learning rate for embeddings and vectors, in all methods but ONE_RATE; found by the first
             method's sweep.
         tunes_dense: True to sweep this rate for each method, from `dense_lr` on.
+        dense_betas: of AdamW for the same parameters; those of the matrices by default.
         options: of all methods with an exchange of ours.
         methods: the methods to compare; all by default.
         eval_samples: held-out samples.
@@ -106,6 +107,7 @@ class Work:
     steps: int
     dense_lr: float
     tunes_dense: bool = False
+    dense_betas: tuple[float, float] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     eval_samples: int = 400
@@ -134,7 +136,7 @@ WORKS = {
         eval_samples=200,
     ),
 }
-REAL_VOCABULARY = {"tunes_dense": True, "options": {"embeddings": "sparse gradients"}}
+REAL_VOCABULARY = {"tunes_dense": True, "dense_betas": (0.6, 0.99), "options": {"embeddings": "sparse gradients"}}
 WORKS["novels-8k"] = replace(
     WORKS["novels"],
     **REAL_VOCABULARY,
@@ -182,6 +184,7 @@ WORKS["llama-10m-long"] = replace(
 WORKS["llama-10m-8k"] = replace(
     WORKS["llama-10m-long"],
     **REAL_VOCABULARY,
+    dense_lr=8e-3,
     model={"preset": "llama-10m", "overrides": {"tie_word_embeddings": False}},
     data={**WORKS["llama-10m"].data, "tokenizer": {"bpe": 8192}},
     methods=("ddp, one rate", "ddp fp32", SELDOM, BETA1_0),
@@ -279,7 +282,8 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     named = {} if data == "novels" else {"data": data}  # the first result lines have no key for the default data
     named |= {} if work.compute == "fp32" else {"compute": work.compute}
     if not method.startswith(ONE_RATE):
-        options = {"dense_lr": work.dense_lr, **options}
+        own = {} if work.dense_betas is None else {"dense_betas": list(work.dense_betas)}
+        options = {"dense_lr": work.dense_lr, **own, **options}
     if method.startswith(WITH_CHANNELS):
         options = {**work.options, **options}
     return {
