@@ -303,11 +303,11 @@ def make_grid(data: str, method: str) -> Grid:
     return replace(grid, start=STARTS.get(method, grid.start))
 
 
-def length_specs(data: str, method: str, lr: float, seed: int, lengths: Iterable[int]) -> Iterator[Spec]:
-    """Return the runs of the phases `shorter` and `longer`."""
+def length_specs(data: str, method: str, rates: dict[str, float], seed: int, lengths: Iterable[int]) -> Iterator[Spec]:
+    """Return the runs of the phases `shorter` and `longer`, given the best rates."""
     for steps in lengths:
         for factor in FACTORS if steps in SHORTER else (1,):
-            yield {**run_spec(data, method, factor * lr, seed), "steps": steps}
+            yield {**run_spec(data, method, seed=seed, **{**rates, "lr": factor * rates["lr"]}), "steps": steps}
 
 
 def warm_up_steps(method: str, steps: int) -> int:
@@ -570,11 +570,11 @@ def main() -> int:
             method, lengths, seeds = METHODS[0], SHORTER, work.few_seeds
         else:
             method, lengths, seeds = LOCAL, LONGER, work.seeds
-        rate = best_rate(ledger.lines(), options.data, method)
-        if rate is None:
+        rates = best_rates(ledger.lines(), options.data, method)
+        if rates is None:
             raise SystemExit(f"run the sweep of {method} first")
         for seed in seeds:
-            for spec in length_specs(options.data, method, rate, seed, lengths):
+            for spec in length_specs(options.data, method, rates, seed, lengths):
                 ledger.run(spec)
     elif options.phase == "rates":
         for _, spec in rate_specs(options.data):

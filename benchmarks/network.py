@@ -232,12 +232,14 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return bytes and times of the steps of one replica, in the current process group."""
     import torch
     from comm_methods import METHODS
+    from comm_quality import WITH_CHANNELS, WORKS
 
     from scantling.numerics.device import autocast
 
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))
-    replica = METHODS[options.method](model, 1e-3)
+    has_channels = options.preset in WORKS and options.method.startswith(WITH_CHANNELS)
+    replica = METHODS[options.method](model, 1e-3, **(WORKS[options.preset].options if has_channels else {}))
 
     def compute_loss(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with autocast(options.compute, torch.device("cpu")):
@@ -271,7 +273,7 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """Return a model and random examples: a Llama or ViT preset, or comm_quality.py's decoder for novels."""
+    """Return a model and random examples: a Llama or ViT preset, or a model of comm_quality.py."""
     import torch
     from optim_quality import MODEL
     from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
@@ -287,12 +289,14 @@ def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable
             "labels": torch.randint(10, (options.batch,), generator=generator),
         }
     given = {**PRESETS["llama-1m"].config, **MODEL, "vocab_size": 512}
-    if options.preset != "novels":
+    if options.preset == "llama-10m-8k":
+        given = {**PRESETS["llama-10m"].config, "vocab_size": 8192, "tie_word_embeddings": False}
+    elif options.preset != "novels":
         given = {**PRESETS[options.preset].config, "vocab_size": 320}
     ids = (options.batch, options.length)
 
     def examples() -> dict[str, Any]:
-        drawn = torch.randint(256, ids, generator=generator)
+        drawn = torch.randint(given["vocab_size"], ids, generator=generator)
         return {"input_ids": drawn, "labels": drawn}
 
     return LlamaForCausalLM(LlamaConfig(**given)), examples
@@ -405,7 +409,7 @@ def main() -> int:
     )
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
-    parser.add_argument("--preset", default="llama-10m", help="a model, or novels: the decoder of comm_quality.py")
+    parser.add_argument("--preset", default="llama-10m", help="a model; novels or llama-10m-8k: of comm_quality.py")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="bf16", help="format of matrix products")

@@ -1,9 +1,11 @@
 """Compute how long each communication method takes to reach a loss on a slow link, from training runs and step times.
 
     python benchmarks/time_to_loss.py benchmarks/results/network-2-10mbit-*.json
+    python benchmarks/time_to_loss.py --base "ddp fp16" benchmarks/results/network-2-10mbit-llama-10m-8k-*.json
 
-The losses by step come from `comm_quality.py --data llama-10m-long`. The step times come from `network.py`, measured
-with the same model and batch on a link. The time to a loss is the number of steps times the step time. There are two
+The losses by step come from `comm_quality.py --data llama-10m-long`, or `llama-10m-8k`. The step times come from
+`network.py`, measured with the same model and batch on a link. The time to a loss is the number of steps times the step
+time. DDP in 16 bits is taken to need as many steps as in 32 bits. There are two
 target losses: the final loss of AdamW under DDP, and 0.01 nats above it, because runs of one method differ by as much
 between seeds. Losses are means over the seeds for which a method has most runs. A method that does not reach the loss
 in as many steps may reach it in a longer run, whose learning rate decays later. Steps in which PowerSGD still averages
@@ -30,8 +32,9 @@ from dated import RESULTS
 from network import step_seconds
 from resumable import Ledger, Line, spec_key, steps_to_reach
 
-DATA, PRESET = "llama-10m-long", "llama-10m"
-BASE = "ddp fp32"
+DATA = {"llama-10m": "llama-10m-long", "llama-10m-8k": "llama-10m-8k"}
+"""Data sets of comm_quality.py, by the model of network.py."""
+BASE, HALF = "ddp fp32", "ddp fp16"
 ALONE = "alone"
 TOLERANCE = 0.01
 GOALS = {"exact": 0.0, "near": TOLERANCE}
@@ -66,15 +69,14 @@ def steps_on(link: dict[str, Any]) -> dict[str, float]:
 def elapsed_seconds(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
     """Return the seconds of the first `steps` steps."""
     dense = min(steps, quality.warm_up_steps(method, quality.WORKS[data].steps))
-    return dense * step_s[BASE] + (steps - dense) * step_s[method]
+    return (dense * step_s[BASE] if dense else 0.0) + (steps - dense) * step_s[method]
 
 
 def steps_in(data: str, method: str, seconds: float, step_s: dict[str, float]) -> float:
     """Return the number of steps that fit into a time."""
     dense = quality.warm_up_steps(method, quality.WORKS[data].steps)
-    if seconds <= dense * step_s[BASE]:
-        return seconds / step_s[BASE]
-    return dense + (seconds - dense * step_s[BASE]) / step_s[method]
+    rest = seconds - (dense * step_s[BASE] if dense else 0.0)
+    return dense + rest / step_s[method if rest >= 0.0 else BASE]
 
 
 def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
@@ -83,49 +85,54 @@ def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
     return None if steps < at[0] else float(np.interp(steps, at, losses))
 
 
-def other_lengths(lines: quality.Lines, method: str, seed: int) -> list[Line]:
+def other_lengths(lines: quality.Lines, data: str, method: str, seed: int) -> list[Line]:
     """Return the runs of a method with fewer or more steps than the others."""
-    rate = quality.best_rate(lines, DATA, method)
-    if rate is None:
+    rates = quality.best_rates(lines, data, method)
+    if rates is None:
         return []
-    specs = quality.length_specs(DATA, method, rate, seed, (*quality.SHORTER, *quality.LONGER))
+    specs = quality.length_specs(data, method, rates, seed, (*quality.SHORTER, *quality.LONGER))
     found = [lines.get(spec_key(spec)) for spec in specs]
     return [line for line in found if line is not None and line["eval_loss"]]
 
 
-def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[str, Any]]:
+def compared(lines: quality.Lines, data: str, step_s: dict[str, float], base: str = BASE) -> dict[str, dict[str, Any]]:
     """Return the times to DDP's loss and the losses at equal time, by method.
 
     Args:
         lines: result lines of comm_quality.py.
+        data: of the lines.
         step_s: seconds of a step by measured method.
+        base: the method to compare with.
     """
-    runs = {method: found for method in step_s if (found := trained(lines, DATA, method))}
-    if BASE not in runs:
+    trained_as = {method: BASE if method == HALF else method for method in step_s}
+    runs = {method: found for method, name in trained_as.items() if (found := trained(lines, data, name))}
+    if base not in runs:
         return {}
-    shared = [seed for seed in runs[BASE] if all(seed in found for found in runs.values())]
-    steps = quality.WORKS[DATA].steps
-    end = min(elapsed_seconds(DATA, method, steps, step_s) for method in runs)
-    others = {method: {seed: other_lengths(lines, method, seed) for seed in shared} for method in runs}
+    shared = [seed for seed in runs[base] if all(seed in found for found in runs.values())]
+    steps = quality.WORKS[data].steps
+    end = min(elapsed_seconds(data, method, steps, step_s) for method in runs)
+    others = {
+        method: {seed: other_lengths(lines, data, trained_as[method], seed) for seed in shared} for method in runs
+    }
     shorter = {method: with_most(found, lambda line: line["steps"] < steps) for method, found in others.items()}
     equal = [seed for seed in shared if all(seed in seeds for seeds in shorter.values())]
     result: dict[str, dict[str, Any]] = {}
 
     def seconds_to(method: str, seeds: Sequence[int], above: float) -> float:
         """Return the seconds until the mean over seeds, in any run length, is `above` nats above DDP's final loss."""
-        goal = float(np.mean([runs[BASE][seed]["heldout"][-1][1] for seed in seeds])) + above
+        goal = float(np.mean([runs[base][seed]["heldout"][-1][1] for seed in seeds])) + above
         every: list[dict[Any, Any]] = [
             {(line["steps"], line["lr"]): line["heldout"] for line in (runs[method][seed], *others[method][seed])}
             for seed in seeds
         ]
         curves = [mean_curve([own[key] for own in every]) for key in every[0] if all(key in own for own in every)]
         took = [reached for curve in curves if (reached := steps_to_reach(curve, goal)) is not None]
-        return elapsed_seconds(DATA, method, min(took), step_s) if took else float("inf")
+        return elapsed_seconds(data, method, min(took), step_s) if took else float("inf")
 
     for method, found in runs.items():
         seeds = with_most(others[method], lambda line: line["steps"] > steps)
         times = {name: seconds_to(method, seeds, above) for name, above in GOALS.items()}
-        done = steps_in(DATA, method, end, step_s)
+        done = steps_in(data, method, end, step_s)
         losses: list[float | None] = []
         for seed in equal:
             known = [loss_after(found[seed]["heldout"], done)]
@@ -136,7 +143,7 @@ def compared(lines: quality.Lines, step_s: dict[str, float]) -> dict[str, dict[s
             "step_s": step_s[method],
             **{f"{name}_s": time for name, time in times.items()},
             "seeds": seeds,
-            "faster": {name: seconds_to(BASE, seeds, GOALS[name]) / time for name, time in times.items()},
+            "faster": {name: seconds_to(base, seeds, GOALS[name]) / time for name, time in times.items()},
             "loss_at_equal_time": float(np.mean(told)) if told and len(told) == len(losses) else None,
             "equal_seeds": equal,
         }
@@ -154,7 +161,13 @@ def with_most(found: dict[int, list[Line]], counts: Callable[[Line], bool]) -> l
     return [seed for seed, number in numbers.items() if number == max(numbers.values())]
 
 
-def show(found: dict[str, dict[str, Any]], step_s: Mapping[str, float], sending_s: float, mbit: float | None) -> None:
+def show(
+    found: dict[str, dict[str, Any]],
+    step_s: Mapping[str, float],
+    sending_s: float,
+    mbit: float | None,
+    base_name: str = BASE,
+) -> None:
     """Print a row per method, and the verdicts on the aims.
 
     Args:
@@ -162,8 +175,9 @@ def show(found: dict[str, dict[str, Any]], step_s: Mapping[str, float], sending_
         step_s: seconds of a step by method, including untrained methods and ALONE.
         sending_s: seconds to send all gradients over the link.
         mbit: rate of the link.
+        base_name: the method to compare with.
     """
-    base, alone_s = found[BASE], step_s.get(ALONE)
+    base, alone_s = found[base_name], step_s.get(ALONE)
     print(f"of the mean over seeds; at equal time those of {', '.join(map(str, base['equal_seeds']))}")
     faster = {name: row["faster"]["near"] for name, row in found.items()}
     for method, row in found.items():
@@ -198,25 +212,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("links", type=Path, nargs="+", help="files of network.py")
     parser.add_argument("--results", type=Path, default=RESULTS / "comm-quality.jsonl", help="of comm_quality.py")
+    parser.add_argument("--base", choices=[BASE, HALF], default=BASE, help="the averaged gradients to compare with")
     options = parser.parse_args()
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     for path in options.links:
         link = json.loads(path.read_text(encoding="utf-8"))
-        work = quality.WORKS[DATA]
-        told = tuple(link.get(key) for key in ("preset", "batch", "length", "compute", "replicas", "with_times"))
+        data = DATA.get(link.get("preset"))
+        if data is None:
+            raise SystemExit(f"{path.name}: no runs of this model, {link.get('preset')}")
+        work = quality.WORKS[data]
+        told = tuple(link.get(key) for key in ("batch", "length", "compute", "replicas", "with_times"))
         trained_on = (work.batch // quality.REPLICAS, work.data["seq_len"], work.compute, quality.REPLICAS)
-        if told != (PRESET, *trained_on, True):
+        if told != (*trained_on, True):
             raise SystemExit(f"{path.name}: other steps than those that were trained, or of an older form: {told}")
         step_s = steps_on(link)
         delay = ", emulated" if link["emulated_round_trip"] else ""
         print(f"{path.name}: {link['rate']}, a round trip of {link['round_trip_ms']:.1f} ms{delay}")
-        found = compared(lines, step_s)
+        found = compared(lines, data, step_s, options.base)
         if not found:
             print("no runs of DDP to compare with: run comm_quality.py sweep and seeds")
             continue
-        gradients = max(row["computed_bytes"] for rows in link["methods"][BASE] for row in rows)
+        gradients = max(row["computed_bytes"] for rows in link["methods"][options.base] for row in rows)
         mbit = link["copied_mbit"]
-        show(found, step_s, gradients * 8e-6 / mbit, 10 if link["rate"] == "10mbit" else None)
+        show(found, step_s, gradients * 8e-6 / mbit, 10 if link["rate"] == "10mbit" else None, options.base)
     return 0
 
 

@@ -156,17 +156,20 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     import time_to_loss
     from resumable import spec_key
 
-    work = quality.WORKS[time_to_loss.DATA]
+    data = time_to_loss.DATA["llama-10m"]
+    work = quality.WORKS[data]
     steps, start = work.steps, work.grid.start
     lines: dict[str, dict[str, Any]] = {}
     for name, end in (("ddp fp32", 2.0), ("ours k2 owner", 2.0), ("powersgd r4", 3.0)):
         for seed in (0, *quality.WORKS["digits"].seeds):
             for index in (start - 2, start - 1, start, start + 1):
-                spec = quality.run_spec(time_to_loss.DATA, name, quality.GRID.rates[index], seed)
+                spec = quality.run_spec(data, name, quality.GRID.rates[index], seed)
                 last = end + abs(index - start)
                 curve = [[part * steps // 10, 6.0 + (last - 6.0) * part / 10] for part in range(1, 11)]
                 lines[spec_key(spec)] = {**spec, "eval_loss": last, "heldout": curve}
-    found = time_to_loss.compared(lines, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
+    found = time_to_loss.compared(
+        lines, data, {"alone": 0.5, "ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0}
+    )
     assert found.keys() == {"ddp fp32", "ours k2 owner", "powersgd r4"}
     assert found["ours k2 owner"]["seeds"] == list(work.few_seeds)  # the seeds of PowerSGD
     assert found["ours k2 owner"]["faster"] == pytest.approx({"exact": 4.0, "near": 4.0})
@@ -176,6 +179,8 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["powersgd r4"]["near_s"] == float("inf")
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(5.0)  # a quarter of its steps
     assert found["ours k2 owner"]["loss_at_equal_time"] == pytest.approx(2.0)
+    half = time_to_loss.compared(lines, data, {"ddp fp16": 2.0, "ours k2 owner": 1.0}, "ddp fp16")
+    assert half["ours k2 owner"]["faster"] == pytest.approx({"exact": 2.0, "near": 2.0})
     step_s = {"alone": 0.5, "ddp fp32": 4.0, "powersgd r4": 1.0, "diloco h30": 0.8}
     time_to_loss.show(found, step_s, 4.5, 10)
     printed = capsys.readouterr().out
@@ -189,16 +194,16 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     warm_up = 30  # PowerSGD averages everything in these steps
     step_s = {"ddp fp32": 4.0, "powersgd r4": 1.0}
     took = 4.0 * warm_up + steps - warm_up
-    assert time_to_loss.elapsed_seconds(time_to_loss.DATA, "powersgd r4", steps, step_s) == took
-    assert time_to_loss.steps_in(time_to_loss.DATA, "powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
+    assert time_to_loss.elapsed_seconds(data, "powersgd r4", steps, step_s) == took
+    assert time_to_loss.steps_in(data, "powersgd r4", 4.0 * warm_up + 7.0, step_s) == warm_up + 7.0
 
     def add(name: str, length: int, end: float) -> None:
-        spec = next(quality.length_specs(time_to_loss.DATA, name, work.grid.rates[start], 0, [length]))
+        spec = next(quality.length_specs(data, name, {"lr": work.grid.rates[start]}, 0, [length]))
         lines[spec_key(spec)] = {**spec, "eval_loss": end, "heldout": [[length, end]]}
 
     add("ddp fp32", 208, 3.5)  # better after a quarter of the steps than the unfinished long run
     add("powersgd r4", 2600, 2.0)
-    found = time_to_loss.compared(lines, {"ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
+    found = time_to_loss.compared(lines, data, {"ddp fp32": 4.0, "ours k2 owner": 1.0, "powersgd r4": 1.0})
     assert found["ddp fp32"]["loss_at_equal_time"] == pytest.approx(3.5)
     assert found["powersgd r4"]["exact_s"] == pytest.approx(4.0 * warm_up + 2600 - warm_up)
     assert found["powersgd r4"]["loss_at_equal_time"] > 3.0, "of the run that has done most by then"
