@@ -517,6 +517,15 @@ def test_exchange_refuses_bad_groups(groups: list[dict[str, Any]], text: str) ->
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize("world_size", [0, -1, 2.5])
+def test_planned_bytes_refuse_a_number_that_is_no_world_size(world_size: Any) -> None:
+    exchange = MomentumExchange([nn.Parameter(torch.zeros(70, 70))])
+    assert exchange.planned_wire_bytes(world_size=2) > exchange.planned_wire_bytes() == 0
+    for planned in (exchange.planned_wire_bytes, exchange.planned_wire_bytes_per_step):
+        with pytest.raises(UserError, match="world_size must be an integer of at least 1"):
+            planned(world_size)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("strategy", ["all_gather", "owner", "dense"])
 def test_exchange_without_trained_parameters(strategy: Any, delay: int) -> None:

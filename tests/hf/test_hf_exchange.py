@@ -88,6 +88,11 @@ def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
     sent = [entry["wire_bytes"] for entry in straight.state.log_history if "loss" in entry]
     if dist.get_world_size() > 1:
         assert [bool(each) for each in sent] == [False, True, True, True, False, True]
+        rare, _ = trainer(folder / "rare", **options)
+        rare.args.logging_steps = 5
+        rare.train()
+        (mean,) = [entry["wire_bytes"] for entry in rare.state.log_history if "loss" in entry]
+        assert mean == round(sum(sent[:5]) / 5)
     first, _ = trainer(folder / "parted", **options)
     first.add_callback(StopAtThree())
     first.train()
@@ -115,6 +120,36 @@ def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("processes", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_local_steps_resume_bitwise(processes: int, dtype: torch.dtype, tmp_path: Path) -> None:
     run(processes, local_steps_straight_and_resumed, tmp_path, dtype)
+
+
+class SaveAtOne(TrainerCallback):
+    """Asks for a checkpoint after the first step, and keeps the weights that it has and the logs."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = state.global_step == 1
+
+    def on_save(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+        self.saved = torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs = getattr(self, "logs", None) or dict(logs)
+
+
+def saved_by_a_later_callback(folder: Path) -> None:
+    made, _ = trainer(folder, local_steps=5)
+    made.args.save_strategy = "no"
+    asks = SaveAtOne()
+    made.add_callback(asks)
+    made.train()
+    found = [torch.empty_like(asks.saved) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, asks.saved)
+    assert torch.equal(found[0], found[1])
+    assert asks.logs["wire_bytes"] > 0
+
+
+@pytest.mark.dist
+def test_a_checkpoint_that_a_later_callback_asks_for_has_synchronized_weights(tmp_path: Path) -> None:
+    run(2, saved_by_a_later_callback, tmp_path)
 
 
 def stopped_between_exchanges(folder: Path) -> None:

@@ -34,7 +34,7 @@ from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.codec.message import Header
 from scantling.comm.codec.quantize import DTYPES
 from scantling.comm.collectives import Sparse, exchange_coefficients
-from scantling.comm.config import ExchangeOptions, Strategy, document_options, make_config
+from scantling.comm.config import ExchangeOptions, Strategy, document_options, is_integer, make_config
 from scantling.comm.consistency import AveragingGuard, find_mismatch, residual_divergence
 from scantling.comm.in_flight import InFlight
 from scantling.comm.layout import (
@@ -612,19 +612,29 @@ class MomentumExchange:
                 matrices[slot.param] = block_group.spec.is_matrix
         return matrices
 
-    def planned_wire_bytes(self, num_processes: int | None = None) -> int:
+    def planned_wire_bytes(self, world_size: int | None = None) -> int:
         """Return the bytes that each replica sends in an exchange, headers included; no communication.
 
         Periodic collectives are not included: `check_every`, `state_sync_every`.
 
         Args:
-            num_processes: number of replicas; default the current one.
-        """
-        return planned_wire_bytes(self.param_groups, self.config, num_processes or self.replicas.world_size)
+            world_size: number of replicas; default the current one.
 
-    def planned_wire_bytes_per_step(self, num_processes: int | None = None) -> float:
+        Raises:
+            UserError: no positive integer.
+        """
+        return planned_wire_bytes(self.param_groups, self.config, self._number_of_replicas(world_size))
+
+    def planned_wire_bytes_per_step(self, world_size: int | None = None) -> float:
         """Return the mean bytes per step, with `sync_every` and `state_sync_every`; see `planned_wire_bytes`."""
-        return planned_wire_bytes_per_step(self.param_groups, self.config, num_processes or self.replicas.world_size)
+        return planned_wire_bytes_per_step(self.param_groups, self.config, self._number_of_replicas(world_size))
+
+    def _number_of_replicas(self, world_size: int | None) -> int:
+        if world_size is None:
+            return self.replicas.world_size
+        if not is_integer(world_size, least=1):
+            raise UserError(f"world_size must be an integer of at least 1; given {world_size!r}")
+        return world_size
 
     def planned_state_bytes(self) -> int:
         """Return the bytes of the residuals after the first exchange; no communication."""

@@ -49,12 +49,18 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._options, self._outer_options = trainer, options, outer_options
         self.exchange: MomentumExchange | None = None
         self.outer: OuterOptimizer | None = None
-        self._wire_bytes = 0
+        self._synchronizer = _Synchronizer(self)
+        self._sent_bytes = self._sent_steps = 0  # since the last log of a loss
         self.checkpoint: Path | None = None
         self._hooked: DistributedDataParallel | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
+        # Callbacks that ask for an evaluation or a checkpoint at the end of a step must come before the
+        # synchronization, and those that write logs after `on_log`. A new list: the Trainer iterates over this one.
+        moved = (self, self._synchronizer)
+        others = [each for each in trainer.callback_handler.callbacks if each not in moved]
+        trainer.callback_handler.callbacks = [self, *others, self._synchronizer]
         _check_optimizer(trainer.optimizer)
         _check_saves(args)
         self._keep_gradients_local(trainer.model_wrapped)
@@ -144,7 +150,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             return
         if self.outer is None:
             self.exchange.exchange()
-            self._wire_bytes = self.exchange.wire_bytes
+            self._sent_bytes += self.exchange.wire_bytes
+            self._sent_steps += 1
             return
         params = self.exchange.residuals.params
         if not all_finite(param.grad for param in params if param.grad is not None):
@@ -152,33 +159,30 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             for param in params:
                 param.grad = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Synchronize after local steps; also before an evaluation or a checkpoint, and at the end."""
+    def end_step(self, *, at_once: bool) -> None:
+        """Count a local step, and synchronize the processes if it is due or `at_once`."""
         if self.outer is None:
             return
-        self._wire_bytes = 0
-        at_once = control.should_evaluate or control.should_save or control.should_training_stop
+        self._sent_steps += 1
         if self.outer.advance(at_once=at_once):
-            self._wire_bytes = self.outer.wire_bytes + average_buffers(self._trainer.model)
+            self._sent_bytes += self.outer.wire_bytes + average_buffers(self._trainer.model)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Synchronize before an evaluation or a checkpoint at the end of an epoch."""
-        if self.outer is not None and (control.should_evaluate or control.should_save):
-            self._synchronize(self.outer)
-
-    def _synchronize(self, outer: OuterOptimizer) -> None:
-        if not outer.is_synchronized:
-            outer.synchronize()
-            self._wire_bytes = outer.wire_bytes + average_buffers(self._trainer.model)
+    def synchronize(self) -> None:
+        """Synchronize the processes if they take local steps and are not synchronized."""
+        if self.outer is not None and not self.outer.is_synchronized:
+            self.outer.synchronize()
+            self._sent_bytes += self.outer.wire_bytes + average_buffers(self._trainer.model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the best model, of an earlier step, may have been loaded
-        if self.outer is not None and not args.load_best_model_at_end:
-            self._synchronize(self.outer)
+        if not args.load_best_model_at_end:
+            self.synchronize()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if logs is not None and self.exchange is not None:
-            metrics = {"wire_bytes": self._wire_bytes}
+        """Add the mean bytes per step since the last log of a loss."""
+        if logs is not None and "loss" in logs and self._sent_steps:
+            metrics = {"wire_bytes": round(self._sent_bytes / self._sent_steps)}
+            self._sent_bytes = self._sent_steps = 0
             logs.update(metrics)
             state.log_history[-1].update(metrics)  # the log entry was copied before callbacks run
 
@@ -191,6 +195,20 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             torch.save(self._state(), file)
         if dist.is_initialized():
             dist.barrier()
+
+
+class _Synchronizer(TrainerCallback):  # type: ignore[misc]
+    """Last callback of a Trainer: synchronizes after local steps, and before evaluations and checkpoints."""
+
+    def __init__(self, callback: ExchangeCallback) -> None:
+        self._callback = callback
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._callback.end_step(at_once=control.should_evaluate or control.should_save or control.should_training_stop)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            self._callback.synchronize()
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -98,7 +98,7 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
         ({"model": {"task": "classification"}, "data": {"document_mask": True}}, "data.document_mask", "to causal-lm"),
         ({"train": {"steps": True}}, "train.steps", "not true or false"),
         ({"comm": {"name": "gossip"}}, "comm.name", "'allreduce'"),
-        ({"comm": {"topk": 8}}, "comm.topk", "has an effect with comm.name: demo alone"),
+        ({"comm": {"topk": 8}}, "comm.topk", "has an effect with comm.name: demo, local_steps or diloco alone"),
         ({"comm": {"name": "demo", "bucket_mb": 5.0}}, "comm.bucket_mb", "or with comm.overlap"),
         (
             {"comm": {"name": "demo", "find_unused_parameters": True}},

@@ -192,6 +192,15 @@ def test_metrics_are_exact_over_blocks_and_resumes(tmp_path: Path) -> None:
     assert summary["step_s"] == np.median([r["step_s"] for r in records[len(records) // 10 :]])
 
 
+def test_sent_bytes_are_a_mean_over_the_steps(tmp_path: Path) -> None:
+    """The last step, in which replicas always exchange, says little about local steps."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "wire_bytes": {0 if step % 4 else 100}}}\n' for step in range(1, 9)))
+    assert read_metrics(path).summarize()["wire_bytes"] == 25
+    path.write_text('{"step": 1}\n')
+    assert read_metrics(path).summarize()["wire_bytes"] is None
+
+
 def test_metrics_null_evaluation_keeps_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "eval_loss": 2.0}\n{"step": 2, "eval_loss": null}\n{"step": 3}\n')

@@ -201,8 +201,11 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ),
         ({"comm": {**LOCAL, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by comm.budget"),
         ({"comm": {"name": "demo", "topk": 4, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
-        ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
-        ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget"),
+        ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo, local_steps or diloco"),
+        ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget: must be a number above 0 and its unit, B/step"),
+        ({"comm": {"name": "demo", "budget": 2000}}, "comm.budget: must be a number above 0 and its unit, B/step"),
+        ({"comm": {"name": "local_steps", "budget": "0 B/step"}}, "comm.budget: must be a number above 0"),
+        ({"comm": {"name": "demo", "link": "0.0 Mbit/s"}}, "comm.link: must be a number above 0"),
         ({"comm": {**LOCAL, "link": "1 Mbit/s"}}, "comm.sync_every: is chosen by comm.link"),
         ({"comm": {"name": "demo", "share": 0.2}}, "comm.share: has an effect with comm.link alone"),
         ({"comm": {"name": "demo", "link": "1 Mbit/s", "budget": "2 kB/step"}}, "comm.budget: is chosen by comm.link"),
@@ -286,7 +289,7 @@ def test_run_measures_what_its_link_allows(tmp_path: Path, parallel: dict[str, i
     forget(tmp_path / "run", 4)
     done = scantling("train", path, "--run-dir", tmp_path / "run", "--resume", processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "comm.link" not in done.stdout
+    assert f"comm.link: the run keeps its budget, {stored.budget}" in done.stdout
     assert load_recipe(tmp_path / "run" / "recipe.yaml").comm == stored
     found = saved_tensors(tmp_path / "run", 8)
     assert all(torch.equal(value, found[key]) for key, value in wanted.items())

@@ -134,7 +134,8 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
         if every > MOST_LOCAL_STEPS:
             raise UserError(
                 f"comm.budget: an exchange sends {format_bytes(each)}, which {every:,} local steps would have to "
-                f"share; at most {MOST_LOCAL_STEPS:,} do. Raise the budget, lower comm.topk, or set comm.dense: sign"
+                f"share; at most {MOST_LOCAL_STEPS:,} do. Raise the budget, "
+                f"{'' if comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
             )
         return comm.model_copy(update={"sync_every": every})
     least, most = 0, comm.chunk**2

@@ -369,8 +369,11 @@ def _check_release(content: Content) -> Iterator[Fault]:
 
 
 _LOCAL = "comm.name: local_steps or diloco"
-_USERS = {"outer_lr": _LOCAL, "outer_momentum": _LOCAL}
-"""Methods that alone have a key."""
+_USERS = {
+    **dict.fromkeys(("outer_lr", "outer_momentum"), _LOCAL),
+    **dict.fromkeys(("delay", "overlap", "elastic"), "comm.name: demo"),
+}
+"""Methods that alone have a key; those that exchange momentum or local steps have all others."""
 
 
 def _check_comm(content: Content) -> Iterator[Fault]:
@@ -380,12 +383,15 @@ def _check_comm(content: Content) -> Iterator[Fault]:
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
             if key not in of_allreduce and _changed(comm, CommSection, key):
-                yield Fault(f"comm.{key}", f"has an effect with {_USERS.get(key, 'comm.name: demo')} alone")
+                yield Fault(
+                    f"comm.{key}",
+                    f"has an effect with {_USERS.get(key, 'comm.name: demo, local_steps or diloco')} alone",
+                )
         return
     if name in ("local_steps", "diloco"):
         yield from _check_local_steps(content)
     else:
-        for key in _USERS:
+        for key in ("outer_lr", "outer_momentum"):
             if _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", f"has an effect with {_USERS[key]} alone")
     if _changed(comm, CommSection, "find_unused_parameters"):
@@ -411,7 +417,8 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
-    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
+    chooses_topk = name == "demo" and (comm.get("budget") is not None or comm.get("link") is not None)
+    if not chooses_topk and isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
     if optim.get("release_gradients") is True:
         problem = "steps each parameter before its gradient could be exchanged; leave one of both out"

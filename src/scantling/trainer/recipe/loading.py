@@ -223,7 +223,7 @@ def _schema_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[F
             hint = did_you_mean(str(item["input"]), choices)
             yield Fault(path, f"must be {_join_alternatives(choices)}", _show(item["input"]), hint)
         else:
-            message = item["msg"]
+            message = item["msg"].removeprefix("Value error, ")
             yield Fault(path, message[0].lower() + message[1:], _show(item["input"]))
 
 

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -320,10 +321,22 @@ _LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults of the methods with local steps that differ from those of the fields; see `sparseloco` and `diloco`."""
 
 
-def _number(text: str, unit: str) -> float:
-    """Return the number of a text such as `2 MB/step`, whose unit is `B/step`."""
-    number, prefix = re.fullmatch(rf"([0-9.]+) ?([kMG]?){unit}", text).groups()  # type: ignore[union-attr]
-    return float(number) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[prefix]
+_UNITS = {"budget": ("B/step", "2 MB/step"), "link": ("bit/s", "100 Mbit/s")}
+"""Unit and example of the keys of `comm` that have one."""
+
+
+def _number(text: object, key: str) -> float:
+    """Return the number of a text such as `2 MB/step` in the unit of its key.
+
+    Raises:
+        ValueError: another form, or 0.
+    """
+    unit, example = _UNITS[key]
+    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?([kMG]?){unit}", str(text))
+    number = float(found[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] if found else 0.0
+    if not number:
+        raise ValueError(f"must be a number above 0 and its unit, {unit} with k, M, G or nothing before it: {example}")
+    return number
 
 
 class CommSection(Section):
@@ -383,18 +396,25 @@ class CommSection(Section):
             del defaults["sync_every"]
         return {**defaults, **content}
 
+    @field_validator("budget", "link", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            _number(value, str(info.field_name))
+        return value
+
     @property
     def budget_bytes(self) -> float | None:
         """The budget in bytes per step."""
         if self.budget is None:
             return None
-        return _number(self.budget, "B/step")
+        return _number(self.budget, "budget")
 
     def budget_on_link(self, seconds: float) -> str | None:
         """Return the budget of a run whose passes take this many seconds per step; None without a `link`."""
         if self.link is None:
             return None
-        return f"{max(1, int(_number(self.link, 'bit/s') / 8 * self.share * seconds))} B/step"
+        return f"{max(1, int(_number(self.link, 'link') / 8 * self.share * seconds))} B/step"
 
     @property
     def keeps_replicas_equal(self) -> bool:

@@ -29,7 +29,6 @@ _CONSTANT = (
     "gradient_bytes",
     "optimizer_state_bytes",
     "residual_bytes",
-    "wire_bytes",
     "base_memory_bytes",
     "memory_source",
     "energy_j",
@@ -48,6 +47,7 @@ _COLUMNS = (
     "grad_norm",
     "lr",
     "tensor_size",
+    "wire_bytes",
     "time",
 )
 """Keys that are kept for every step, 8 bytes each. Of other keys only the last value is read."""
@@ -160,12 +160,14 @@ class Metrics:
     def summarize(self) -> dict[str, Any]:
         """Return the keys of `result.json` without `name` and `status`; None if no record has a value.
 
-        Times are medians after the first tenth of the steps. `train_loss` is the mean over the last
+        Times are medians after the first tenth of the steps. `wire_bytes` is the mean over all steps, because some
+        exchanges happen only every few steps, rounded to a byte. `train_loss` is the mean over the last
         `train_loss_steps` steps: ten, or all of a shorter run. `last_step_loss` is the loss of the last step only.
         """
         # skip the first tenth: warmup, compilation and caches make early steps slow
         settled = slice(len(self) // 10, None)
         constant = {key: self.last.get(key) for key in _CONSTANT}
+        sent = _reduce(np.mean, self.column("wire_bytes"))
         evaluated = bisect_left(self._steps, self._evaluated[-1]) if self._evaluated else None
         held_out = {} if evaluated is None else {key: self.column(key)[evaluated] for key in HELD_OUT}
         return {
@@ -174,6 +176,7 @@ class Metrics:
                 key: value if isinstance(value, str) or finite_or_none(value) is not None else None
                 for key, value in constant.items()
             },
+            "wire_bytes": None if sent is None else round(sent),
             "step_s": _reduce(np.median, self.column("step_s")[settled]),
             "tokens_per_s": _reduce(np.median, self.column("tokens_per_s")[settled]),
             "peak_memory_bytes": _reduce(np.max, self.column("peak_memory_bytes")),

@@ -191,7 +191,11 @@ def _train(
     # 1. checks, 2. starting point, 3. plan and data
     report = Sinks(sinks) if context.is_rank0 else Sink()
     if resume and folder.recipe.exists():
-        recipe = recipe.with_measured_budget(folder.read_recipe())
+        given, recipe = recipe, recipe.with_measured_budget(folder.read_recipe())
+        if given.comm.link != recipe.comm.link:
+            report.message(
+                f"comm.link: the run keeps its budget, {recipe.comm.budget}; only a new run measures its passes"
+            )
     run = resolve_run(recipe, world_size=context.world_size, device=context.device.type)
     _check_extras(run)
     make_checkpointer = BackgroundCheckpointer if recipe.parallel.async_checkpoint else Checkpointer
