@@ -114,12 +114,14 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     from scantling.trainer.models.sharding import shard_groups
     from scantling.trainer.planning.memory import local_groups
     from scantling.trainer.planning.planned_model import planned_model
+    from scantling.trainer.recipe.schema import LOCAL_DEFAULTS
 
     comm, recipe = run.recipe.comm, run.recipe
     assert comm.budget_bytes is not None
     replicas, shards = recipe.parallel.mesh_shape(run.world_size)
     if replicas == 1:  # nothing is sent
-        return comm
+        usual = {} if comm.keeps_replicas_equal else {"sync_every": LOCAL_DEFAULTS[comm.name]["sync_every"]}
+        return comm.model_copy(update=usual)
     model = planned_model(run, [])
     parts = shard_groups(model, recipe.parallel) if shards > 1 else []
     groups = local_groups(param_groups(model), {id(param) for part in parts for param in part.params}, shards)
@@ -161,4 +163,8 @@ def note_on_budget(run: ResolvedRun) -> list[str]:
     if run.recipe.comm.budget is None:
         return []
     key = "topk" if run.recipe.comm.name == "demo" else "sync_every"
-    return [f"comm.budget: {run.recipe.comm.budget} allows {key}: {getattr(chosen_comm(run), key)}"]
+    chosen, steps = getattr(chosen_comm(run), key), run.recipe.train.steps
+    notes = [f"comm.budget: {run.recipe.comm.budget} allows {key}: {chosen}"]
+    if key == "sync_every" and chosen > steps:
+        notes.append(f"comm.budget: a run of {steps} steps exchanges once all the same, at its end, and sends more")
+    return notes

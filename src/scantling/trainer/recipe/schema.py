@@ -314,7 +314,7 @@ def _demo_option(name: str) -> Any:
     return Field(default=option.default, ge=limits["least"], le=limits["most"], description=f"demo: {limits['doc']}")
 
 
-_LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
+LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
     "local_steps": {"sync_every": 30, "topk": 64, "values": "int4", "decay": 1.0},
     "diloco": {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
 }
@@ -391,7 +391,7 @@ class CommSection(Section):
         name = content.get("name") if isinstance(content, Mapping) else None
         if name not in ("local_steps", "diloco"):
             return content
-        defaults = {**_LOCAL_DEFAULTS[name]}
+        defaults = {**LOCAL_DEFAULTS[name]}
         if content.get("budget") is not None or content.get("link") is not None:  # chooses it
             del defaults["sync_every"]
         return {**defaults, **content}
