@@ -125,12 +125,12 @@ def test_a_run_over_wireguard_sends_nothing_beside_it(machines: list[str], tmp_p
         pytest.skip("needs wireguard-tools and wireguard-go")
     guide = GUIDE.read_text(encoding="utf-8")
     how_to = guide[guide.index("## Encrypt the link") :]
-    make_key = re.search(r"^ +(wg genkey .*)$", how_to, re.MULTILINE)[1]
+    make_key = re.search(r"^ +(umask 077; wg genkey .*)$", how_to, re.MULTILINE)[1]
     files = [textwrap.dedent(text) for text in re.findall(r"```ini\n(.*?)```", how_to, re.DOTALL)[:2]]
     folders = [tmp_path / machine for machine in machines]
     for folder, machine in zip(folders, machines, strict=True):
         folder.mkdir()
-        run_in(machine, f"umask 077; {make_key}", folder)
+        run_in(machine, make_key, folder)
     own = re.search(r"--master-addr (\S+) ", commands()[0])[1]
     for number, (folder, text) in enumerate(zip(folders, files, strict=True)):
         text = text.replace("KEY-OF-THIS-MACHINE", (folder / "key").read_text().strip())

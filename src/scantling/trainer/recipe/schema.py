@@ -368,7 +368,7 @@ class CommSection(Section):
     check_every: int | None = _demo_option("check_every")
     delay: int = _demo_option("delay")
     overlap: bool = _demo_option("overlap")
-    outer_lr: float = Field(default=1.0, gt=0.0)
+    outer_lr: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Local steps: learning rate of the outer step. Default with diloco: 0.7."""
     outer_momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Local steps: Nesterov momentum of the outer step. Default with diloco: 0.9."""
