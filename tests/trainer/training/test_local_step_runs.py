@@ -245,7 +245,7 @@ def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
     local = {key: value for key, value in LOCAL.items() if key != "sync_every"}
     with pytest.raises(UserError, match="local steps would have to share"):
         planned("1 B/step", **local)
-    assert "exchanges once all the same, at its end, and sends more" in planned("100 B/step", **local)[1]
+    assert "still exchanges once, at its end, and sends more" in planned("100 B/step", **local)[1]
     for budget in (700, 2_000, 30_000):
         sent, note = planned(f"{budget} B/step", **local)
         every = int(note.rpartition(" ")[2])

@@ -166,5 +166,5 @@ def note_on_budget(run: ResolvedRun) -> list[str]:
     chosen, steps = getattr(chosen_comm(run), key), run.recipe.train.steps
     notes = [f"comm.budget: {run.recipe.comm.budget} allows {key}: {chosen}"]
     if key == "sync_every" and chosen > steps:
-        notes.append(f"comm.budget: a run of {steps} steps exchanges once all the same, at its end, and sends more")
+        notes.append(f"comm.budget: a run of {steps} steps still exchanges once, at its end, and sends more")
     return notes
