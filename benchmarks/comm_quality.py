@@ -276,6 +276,11 @@ FACTORS = (1, 2, 4, 8)
 Lines = dict[str, Line]
 
 
+def channel_options(data: str, method: str) -> dict[str, Any]:
+    """Return the options that a work gives to methods with an exchange of ours."""
+    return WORKS[data].options if method.startswith(WITH_CHANNELS) else {}
+
+
 def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLICAS, **options: Any) -> Spec:
     """Return the specification of one run, as plain values."""
     work = WORKS[data]
@@ -284,8 +289,7 @@ def run_spec(data: str, method: str, lr: float, seed: int, replicas: int = REPLI
     if not method.startswith(ONE_RATE):
         own = {} if work.dense_betas is None else {"dense_betas": list(work.dense_betas)}
         options = {"dense_lr": work.dense_lr, **own, **options}
-    if method.startswith(WITH_CHANNELS):
-        options = {**work.options, **options}
+    options = {**channel_options(data, method), **options}
     return {
         **named,
         "method": method,

@@ -232,14 +232,14 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return bytes and times of the steps of one replica, in the current process group."""
     import torch
     from comm_methods import METHODS
-    from comm_quality import WITH_CHANNELS, WORKS
+    from comm_quality import WORKS, channel_options
 
     from scantling.numerics.device import autocast
 
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))
-    has_channels = options.preset in WORKS and options.method.startswith(WITH_CHANNELS)
-    replica = METHODS[options.method](model, 1e-3, **(WORKS[options.preset].options if has_channels else {}))
+    given = channel_options(options.preset, options.method) if options.preset in WORKS else {}
+    replica = METHODS[options.method](model, 1e-3, **given)
 
     def compute_loss(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with autocast(options.compute, torch.device("cpu")):
@@ -275,7 +275,7 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
     """Return a model and random examples: a Llama or ViT preset, or a model of comm_quality.py."""
     import torch
-    from optim_quality import MODEL
+    from comm_quality import WORKS
     from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
     from scantling.trainer.models.presets import PRESETS
@@ -288,10 +288,11 @@ def workload(options: argparse.Namespace, generator: Any) -> tuple[Any, Callable
             "pixel_values": torch.randn(size, generator=generator),
             "labels": torch.randint(10, (options.batch,), generator=generator),
         }
-    given = {**PRESETS["llama-1m"].config, **MODEL, "vocab_size": 512}
-    if options.preset == "llama-10m-8k":
-        given = {**PRESETS["llama-10m"].config, "vocab_size": 8192, "tie_word_embeddings": False}
-    elif options.preset != "novels":
+    work = WORKS.get(options.preset)
+    if work is not None and "tokenizer" in work.data:
+        given = {**PRESETS[work.model["preset"]].config, **work.model["overrides"]}
+        given["vocab_size"] = work.data["tokenizer"]["bpe"]
+    else:
         given = {**PRESETS[options.preset].config, "vocab_size": 320}
     ids = (options.batch, options.length)
 

@@ -5,11 +5,10 @@
 
 The losses by step come from `comm_quality.py --data llama-10m-long`, or `llama-10m-8k`. The step times come from
 `network.py`, measured with the same model and batch on a link. The time to a loss is the number of steps times the step
-time. DDP in 16 bits is taken to need as many steps as in 32 bits. There are two
-target losses: the final loss of AdamW under DDP, and 0.01 nats above it, because runs of one method differ by as much
-between seeds. Losses are means over the seeds for which a method has most runs. A method that does not reach the loss
-in as many steps may reach it in a longer run, whose learning rate decays later. Steps in which PowerSGD still averages
-everything take as long as those of DDP.
+time. DDP in 16 bits is taken to need as many steps as in 32 bits. There are two target losses: the final loss of AdamW
+under DDP, and 0.01 nats above it, because runs of one method differ by as much between seeds. Losses are means over the
+seeds for which a method has most runs. A method that does not reach the loss in as many steps may reach it in a longer
+run, whose learning rate decays later. Steps in which PowerSGD still averages everything take as long as those of DDP.
 
 `bound` is the speed-up over DDP of an exchange that takes no time, at equal steps. It is computed from measured steps,
 and from the time of computing and then sending all gradients. The loss at equal time is each method's loss at the

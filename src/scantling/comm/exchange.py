@@ -621,7 +621,7 @@ class MomentumExchange:
             world_size: number of replicas; default the current one.
 
         Raises:
-            UserError: no positive integer.
+            UserError: `world_size` is not a positive integer.
         """
         return planned_wire_bytes(self.param_groups, self.config, self._number_of_replicas(world_size))
 

@@ -57,7 +57,8 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
         # Callbacks that ask for an evaluation or a checkpoint at the end of a step must come before the
-        # synchronization, and those that write logs after `on_log`. A new list: the Trainer iterates over this one.
+        # synchronization, and those that write logs after `on_log`. The Trainer is iterating over the old list, so
+        # replace it instead of changing it.
         moved = (self, self._synchronizer)
         others = [each for each in trainer.callback_handler.callbacks if each not in moved]
         trainer.callback_handler.callbacks = [self, *others, self._synchronizer]
@@ -165,13 +166,16 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
             return
         self._sent_steps += 1
         if self.outer.advance(at_once=at_once):
-            self._sent_bytes += self.outer.wire_bytes + average_buffers(self._trainer.model)
+            self._finish_synchronization(self.outer)
 
     def synchronize(self) -> None:
         """Synchronize the processes if they take local steps and are not synchronized."""
         if self.outer is not None and not self.outer.is_synchronized:
             self.outer.synchronize()
-            self._sent_bytes += self.outer.wire_bytes + average_buffers(self._trainer.model)
+            self._finish_synchronization(self.outer)
+
+    def _finish_synchronization(self, outer: OuterOptimizer) -> None:
+        self._sent_bytes += outer.wire_bytes + average_buffers(self._trainer.model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the best model, of an earlier step, may have been loaded

@@ -368,12 +368,12 @@ def _check_release(content: Content) -> Iterator[Fault]:
         yield Fault(key, problem, "precision.compute: fp16")
 
 
-_LOCAL = "comm.name: local_steps or diloco"
+_OF_LOCAL_STEPS, _OF_DEMO = ("outer_lr", "outer_momentum"), ("delay", "overlap", "elastic")
 _USERS = {
-    **dict.fromkeys(("outer_lr", "outer_momentum"), _LOCAL),
-    **dict.fromkeys(("delay", "overlap", "elastic"), "comm.name: demo"),
+    **dict.fromkeys(_OF_LOCAL_STEPS, "comm.name: local_steps or diloco"),
+    **dict.fromkeys(_OF_DEMO, "comm.name: demo"),
 }
-"""Methods that alone have a key; those that exchange momentum or local steps have all others."""
+"""The only methods with a key; without an entry, all methods except allreduce have it."""
 
 
 def _check_comm(content: Content) -> Iterator[Fault]:
@@ -383,15 +383,13 @@ def _check_comm(content: Content) -> Iterator[Fault]:
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
             if key not in of_allreduce and _changed(comm, CommSection, key):
-                yield Fault(
-                    f"comm.{key}",
-                    f"has an effect with {_USERS.get(key, 'comm.name: demo, local_steps or diloco')} alone",
-                )
+                users = _USERS.get(key, "comm.name: demo, local_steps or diloco")
+                yield Fault(f"comm.{key}", f"has an effect with {users} alone")
         return
     if name in ("local_steps", "diloco"):
         yield from _check_local_steps(content)
     else:
-        for key in ("outer_lr", "outer_momentum"):
+        for key in _OF_LOCAL_STEPS:
             if _changed(comm, CommSection, key):
                 yield Fault(f"comm.{key}", f"has an effect with {_USERS[key]} alone")
     if _changed(comm, CommSection, "find_unused_parameters"):
@@ -457,7 +455,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
 def _check_local_steps(content: Content) -> Iterator[Fault]:
     comm, precision = (get_section(content, name) for name in ("comm", "precision"))
     name = comm["name"]
-    unused = ("delay", "overlap", "elastic", *(SELECTION_OPTIONS if name == "diloco" else ()))
+    unused = (*_OF_DEMO, *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):
             yield Fault(f"comm.{key}", "has no effect here; leave it out", f"comm.name: {name}")
