@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import scantling as sc
 from scantling.comm import LocalSteps, diloco, sparseloco
+from scantling.comm.local_exchange import LocalStepsExchange
 from scantling.errors import NonFiniteError, UserError
 from tests.comm.replicas import ThreadGroup, together
 
@@ -225,6 +226,86 @@ def test_saved_state_resumes_bitwise(kind: str) -> None:
         assert all(map(torch.equal, straight.parameters(), parted.parameters()))
 
     together(2, work)
+
+
+@pytest.mark.parametrize("after", ["exchange", "local step"])
+def test_other_shares_keep_the_weights_of_a_replica(after: str) -> None:
+    """Unsent moves then count by the new shares."""
+
+    def work(replicas: ThreadGroup) -> None:
+        net = copy.deepcopy(START)
+        options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "topk": 256, "sync_every": 3}
+        first = make_optimizer(net, "sparseloco", replicas, batch_shares=[1, 1], **options)
+        train(net, first, replicas.rank, range(5))
+        if after == "exchange":
+            first.synchronize()
+        state = copy.deepcopy(first.state_dict())
+        second = make_optimizer(net, "sparseloco", replicas, batch_shares=[3, 1], **options)
+        first.begin_round()
+        own = [param.detach().clone() for param in net.parameters()]
+        second.load_state_dict(state)
+        torch.testing.assert_close([*net.parameters()], own)
+        mean = mean_of_replicas(net, replicas, [0.75, 0.25])
+        second.synchronize()
+        second.begin_round()
+        torch.testing.assert_close(mean_of_replicas(net, replicas, [0.75, 0.25]), mean)
+
+    together(2, work)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: int) -> None:
+    """The mean of the weights of all replicas, by their shares of the batch, stays the same."""
+    outer = {"sync_every": 4, "outer_lr": 1.0}
+    options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "topk": 256}
+
+    def make(replicas: ThreadGroup, shares: list[int]) -> tuple[nn.Module, LocalStepsExchange]:
+        net = copy.deepcopy(START)
+        exchange = LocalStepsExchange(
+            "sparseloco", process_group=replicas, outer={**outer, "batch_shares": shares}, options=options
+        )
+        return exchange.prepare(net), exchange
+
+    def save(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        net, exchange = make(replicas, [3, 1])
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(6):
+            exchange.begin_step()
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * replicas.rank + step))
+            inner.zero_grad()
+            (net(x) - TARGET(x)).square().mean().backward()
+            exchange.exchange()
+            inner.step()
+            exchange.finish_step(last=False)
+        with exchange.common_weights():
+            common = [param.detach().clone() for param in net.parameters()]
+        return mean_of_replicas(net, replicas, [0.75, 0.25]), common, exchange.state_dict()
+
+    (mean, common, one), (_, _, other) = together(2, save)
+
+    def load(replicas: ThreadGroup) -> None:
+        shares = [2, 1, 1][:processes]
+        net, exchange = make(replicas, shares)
+        with torch.no_grad():
+            for param, value in zip(net.parameters(), common, strict=True):
+                param.copy_(value)
+        exchange.adopt_weights()
+        exchange.load_state_dict(exchange.merge_states([one, other]))
+        exchange.outer.synchronize()
+        exchange.begin_step()
+        after = mean_of_replicas(net, replicas, [share / sum(shares) for share in shares])
+        torch.testing.assert_close(after, mean)
+
+    together(processes, load)
+
+
+def mean_of_replicas(net: nn.Module, replicas: ThreadGroup, shares: list[float]) -> list[Tensor]:
+    """Return the mean of the parameters of all replicas by their shares."""
+    means = []
+    for param in net.parameters():
+        parts = replicas.all_gather(param.detach() * shares[replicas.rank])
+        means.append(torch.stack(list(parts)).sum(0))
+    return means
 
 
 def test_bad_options() -> None:

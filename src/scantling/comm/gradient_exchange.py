@@ -7,11 +7,13 @@ replacement for it. `finish_step` comes after the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from scantling.comm.residuals import mean_of_tensors
 
 
 class GradientExchange:
@@ -97,8 +99,20 @@ class GradientExchange:
         """Return the state of this process: tensors by the names of their parameters, and JSON values."""
         return {}
 
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state with which each of another number of replicas continues: the mean of the saved ones.
+
+        Args:
+            states: of `state_dict`, of all replicas; values other than tensors are taken from the first.
+
+        Raises:
+            UserError: tensors of one name differ in shape.
+        """
+        tensors = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in states]
+        return {**states[0], **mean_of_tensors(tensors)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this process, or the mean over another number of processes."""
+        """Load what `state_dict` returned on this replica, or what `merge_states` made of several."""
 
 
 class NoExchange(GradientExchange):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,16 +192,30 @@ class LocalStepsExchange(GradientExchange):
             **{_ANCHOR + names[idx]: value for idx, value in self.outer.wide_anchors().items()},
             "step": self.outer.exchange.step,
             "steps": self.outer.steps,
+            "weight": self.outer.weight,
         }
+
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the mean of the states of several replicas, and of their weights by their shares of the batch."""
+        weights = [float(state.get("weight", 1.0)) for state in states]
+        mean = sum(weights) / len(weights)
+        scaled = [
+            {key: value * (weight / mean) if key.startswith(_OWN) else value for key, value in state.items()}
+            for weight, state in zip(weights, states, strict=True)
+        ]
+        merged = super().merge_states(scaled)
+        merged.pop("weight", None)  # residuals are sums of weighted moves
+        return merged
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, after the common weights; of other replicas, the mean of their states."""
-        tensors = {name: value for name, value in state.items() if name not in ("step", "steps")}
+        """Load what `state_dict` or `merge_states` returned, after the common weights."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         exchange = self.outer.exchange
         residuals = {name: value for name, value in tensors.items() if not name.startswith((_OWN, _OUTER, _ANCHOR))}
         exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
         exchange.load_shared_state_dict({"step": state["step"], "pending": {}})
+        self.outer.weigh_residuals(state.get("weight"))
         self.outer.steps = int(state["steps"])
         self._keep_buffers()
         own = {name.removeprefix(_OWN): value for name, value in tensors.items() if name.startswith(_OWN)}

@@ -65,6 +65,7 @@ class OuterOptimizer:
             parameters in bf16 or fp16, in fp32.
         momenta: of the outer SGD, by index; empty before the first exchange, and without momentum.
         steps: local steps so far.
+        weight: of the moves of this replica: the number of replicas times its share of the batch.
         is_synchronized: True if the parameters are the common ones: after an exchange, until the next round begins.
         wire_bytes: bytes that this process sent in the last step; 0 except every H-th.
 
@@ -93,7 +94,7 @@ class OuterOptimizer:
         if len(shares) != size or not all(is_number(share) and 0.0 < share < math.inf for share in shares):
             raise UserError(f"batch_shares must be {size} numbers above 0, one for each replica; given {shares!r}")
         self._shares = shares
-        self._weight = size * shares[exchange.replicas.rank] / sum(shares)
+        self.weight = size * shares[exchange.replicas.rank] / sum(shares)
         self.exchange, self.sync_every, self.keep_unsent = exchange, sync_every, keep_unsent
         self._params = [param for group in exchange.param_groups for param in group["params"]]
         for name, usual in (("delay", 0), ("overlap", False), ("sync_every", 1)):
@@ -144,7 +145,7 @@ class OuterOptimizer:
         param, anchor = self._params[idx], self.anchors[idx]
         if self._holds_residuals and param in self.exchange.residuals:
             # sums of moves, which are times N by the share of the replica
-            anchor = anchor - self.exchange.residuals.read(param).to(anchor.dtype) / self._weight
+            anchor = anchor - self.exchange.residuals.read(param).to(anchor.dtype) / self.weight
         return anchor.to(param.dtype)
 
     @torch.no_grad()
@@ -183,8 +184,8 @@ class OuterOptimizer:
             part = to_local(param)
             # d: the way from the start of the round, times N by the share of the replica
             moved = self._start(idx) - part
-            if self._weight != 1.0:
-                moved *= self._weight
+            if self.weight != 1.0:
+                moved *= self.weight
             part.copy_(self.anchors[idx])  # replicas compare these values
             param.grad = None
             if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
@@ -264,6 +265,19 @@ class OuterOptimizer:
         for idx, anchor in anchors.items():
             self.anchors[idx] = anchor.to(self.anchors[idx].device, copy=True)
         self.adopt_parameters()
+
+    @torch.no_grad()
+    def weigh_residuals(self, saved: float | None) -> None:
+        """Scale loaded residuals so that they are the same moves of this replica by its new share of the batch.
+
+        Args:
+            saved: `weight` of this replica when they were saved; None for no change.
+        """
+        if saved is None or saved == self.weight or not self._holds_residuals:
+            return
+        residuals = self.exchange.residuals
+        scaled = {name: value * (self.weight / saved) for name, value in residuals.state_dict().items()}
+        residuals.load_state_dict(scaled)
 
     def transfer_state(self, other: OuterOptimizer) -> None:
         """Continue from another one, whose parameters may have been sliced or removed since.
@@ -388,6 +402,7 @@ class LocalSteps(OuterOptimizer):
             "exchange": self.exchange.state_dict(),
             "anchors": [anchor.clone() for anchor in self.anchors],
             "steps": self.steps,
+            "weight": self.weight,
             "parameters": self._own_parameters(),
         }
 
@@ -411,6 +426,7 @@ class LocalSteps(OuterOptimizer):
             idx: momentum.to(self.anchors[idx], copy=True) for idx, momentum in state_dict["momenta"].items()
         }
         self.exchange.load_state_dict(state_dict["exchange"])
+        self.weigh_residuals(state_dict.get("weight"))
         self.anchors = [
             saved.to(anchor.device, copy=True)
             for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True)

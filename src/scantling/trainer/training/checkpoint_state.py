@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scantling.comm import GradientExchange
-from scantling.comm.residuals import mean_of_tensors
 from scantling.comm.transport.shards import as_shard, to_local
 from scantling.distributed.context import DistContext
 from scantling.distributed.objects import broadcast_tensors
@@ -255,10 +254,11 @@ def load_exchange(
             checkpoint.path,
             ", ".join(map(str, lost)),
         )
-    saved = list(by_rank.values())
-    tensors = saved[0] if len(saved) == 1 else mean_of_tensors(saved)
-    first = {key: each for key, each in values[str(ranks[0])].items() if key != "replica"}
-    exchange.load_state_dict({**tensors, **first})
+    saved = [
+        {**tensors, **{key: each for key, each in values[str(rank)].items() if key != "replica"}}
+        for rank, tensors in by_rank.items()
+    ]
+    exchange.load_state_dict(saved[0] if len(saved) == 1 else exchange.merge_states(saved))
     own: dict[str, Any] = values[str(context.replica % len(values))].get("replica", {})
     return own
 
