@@ -315,6 +315,9 @@ def test_bad_options() -> None:
         diloco(inner, net.parameters(), sync_every=0)
     with pytest.raises(UserError, match="outer_lr must be above 0"):
         diloco(inner, net.parameters(), outer_lr=0.0)
+    for shares in (3, [1, 1], [0]):
+        with pytest.raises(UserError, match="batch_shares must be 1 numbers above 0"):
+            sparseloco(inner, net.parameters(), batch_shares=shares)
     with pytest.raises(UserError, match="must hold the same parameters"):
         sparseloco(inner, [net[0].weight])
     with pytest.raises(UserError, match="delay=1 is for an exchange in every step, not for local steps"):

@@ -90,9 +90,13 @@ class OuterOptimizer:
         if not is_number(outer_momentum) or not 0.0 <= outer_momentum < 1.0:
             raise UserError(f"outer_momentum must be from 0 to below 1; given {outer_momentum!r}")
         size = exchange.replicas.world_size
-        shares = [1.0] * size if batch_shares is None else [*batch_shares]
+        if batch_shares is None:
+            batch_shares = [1.0] * size
+        shares = [*batch_shares] if isinstance(batch_shares, Iterable) else []
         if len(shares) != size or not all(is_number(share) and 0.0 < share < math.inf for share in shares):
-            raise UserError(f"batch_shares must be {size} numbers above 0, one for each replica; given {shares!r}")
+            raise UserError(
+                f"batch_shares must be {size} numbers above 0, one for each replica; given {batch_shares!r}"
+            )
         self._shares = shares
         self.weight = size * shares[exchange.replicas.rank] / sum(shares)
         self.exchange, self.sync_every, self.keep_unsent = exchange, sync_every, keep_unsent

@@ -208,6 +208,10 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "demo", "link": "0.0 Mbit/s"}}, "comm.link: must be a number above 0"),
         ({"comm": {**LOCAL, "outer_lr": float("inf")}}, "comm.outer_lr: input should be a finite number"),
         ({"comm": {**LOCAL, "link": "1 Mbit/s"}}, "comm.sync_every: is chosen by comm.link"),
+        (
+            {"comm": {"name": "demo", "exchange": "dense", "budget": "2 kB/step"}},
+            "comm.budget: chooses topk, which exchange: dense does not have",
+        ),
         ({"comm": {"name": "demo", "share": 0.2}}, "comm.share: has an effect with comm.link alone"),
         ({"comm": {"name": "demo", "link": "1 Mbit/s", "budget": "2 kB/step"}}, "comm.budget: is chosen by comm.link"),
         ({"comm": {"link": "1 Mbit/s"}}, "comm.link: has an effect with comm.name: demo"),

@@ -407,6 +407,8 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     for key in ("budget", "link"):
         if comm.get(key) is not None and _changed(comm, CommSection, chosen):
             yield Fault(f"comm.{chosen}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen]))
+        if comm.get(key) is not None and name == "demo" and comm.get("exchange") == "dense":
+            yield Fault(f"comm.{key}", "chooses topk, which exchange: dense does not have; leave one of both out")
     if comm.get("link") is None and _changed(comm, CommSection, "share"):
         yield Fault("comm.share", "has an effect with comm.link alone")
     elif comm.get("link") is not None and comm.get("budget") is not None:
