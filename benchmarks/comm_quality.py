@@ -29,6 +29,7 @@ The data sets, `--data`:
   bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
 - `llama-10m-8k`: the same model with a vocabulary of 8,192 and a head apart from the embedding, both together 35 % of
   15 million parameters.
+- `llama-10m-8k-batch32`: the same with batches of 32 x 128 tokens, four times as many, for 600 steps.
 - `llama-10m`: 300 steps in fp32 of AdamW under DDP alone; the learning rate of embeddings comes from these runs.
 
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
@@ -190,6 +191,14 @@ WORKS["llama-10m-8k"] = replace(
     methods=("ddp, one rate", "ddp fp32", SELDOM, BETA1_0),
     few_seeds=range(5),
 )
+WORKS["llama-10m-8k-batch32"] = replace(
+    WORKS["llama-10m-8k"],
+    batch=32,
+    steps=600,
+    dense_lr=32e-3,
+    grid=replace(GRID, start=3),
+    methods=("ddp, one rate", "ddp fp32", SELDOM),
+)
 METHODS = (
     "ddp fp32",
     "ddp, one rate",
@@ -260,7 +269,7 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
 }
-"""Variants of `novels-8k` and `llama-10m-8k`; names of embeddings as of `comm_methods.channels`."""
+"""Variants of the works with REAL_VOCABULARY; names of embeddings as of `comm_methods.channels`."""
 AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
 """Options of SELDOM that average all weights after every step."""
 DDP_RATES = (2e-3, 8e-3)
@@ -504,7 +513,7 @@ def seeds_for(data: str, method: str) -> range:
 
 
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
-    for method, options in (VOCABULARY if data.endswith("8k") else SETTINGS).values():
+    for method, options in (VOCABULARY if WORKS[data].tunes_dense else SETTINGS).values():
         rates = best_rates(lines, data, method)
         if rates is None:
             raise SystemExit(f"run the sweep of {method} first")

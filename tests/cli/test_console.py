@@ -65,7 +65,7 @@ def test_all_metrics_are_visible(width: int) -> None:
 
 
 def test_traffic_is_a_mean_over_recent_steps() -> None:
-    """Local steps send in some steps only; the line shows the mean against the budget, and the exposed time."""
+    """Local steps send in some steps only; the line shows the mean against the budget, and the speed of a message."""
     shown = io.StringIO()
     sink = ConsoleSink(Console(file=shown, force_terminal=True, width=200, color_system=None))
     plan: Any = SimpleNamespace(optimizer_state_bytes=44 << 20, short=lambda: "plan")
@@ -76,7 +76,7 @@ def test_traffic_is_a_mean_over_recent_steps() -> None:
         sink.record({**RECORD, **own, "step": step})
     sink.close()
     latest = " ".join(shown.getvalue().split("200/500")[-1].split())
-    assert "sent 99.0 KiB/step of 110 KiB exchange 25 % of the time" in latest
+    assert "sent 99.0 KiB/step of 110 KiB exchange 25 % of the time (24.6 Mbit/s)" in latest
 
 
 @pytest.mark.parametrize("colors", [True, False])

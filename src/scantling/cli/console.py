@@ -148,7 +148,10 @@ class _Live(Progress):
 
 
 def _describe_traffic(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the mean bytes that a process sends per step, their budget, and the exchange's share of the time."""
+    """Return the mean bytes that a process sends per step, their budget, and the exchange's share of the time.
+
+    The speed in brackets is that of the steps that send: their bytes by the time of the exchange, computing included.
+    """
     sent = sum(record["wire_bytes"] for record in records) / len(records)
     if not sent:
         return []
@@ -156,7 +159,12 @@ def _describe_traffic(records: Sequence[Mapping[str, Any]]) -> list[str]:
     if (budget := records[-1].get("wire_budget_bytes")) is not None:
         text += f" of {format_bytes(budget)}"
     waited, total = (sum(record.get(key, 0.0) for record in records) for key in ("exchange_s", "step_s"))
-    return [text, *([f"exchange {format_percent(waited / total, 0)} of the time"] if total else [])]
+    if not total:
+        return [text]
+    speed = ""
+    if sending := sum(record.get("exchange_s", 0.0) for record in records if record["wire_bytes"]):
+        speed = f" ({format_number(8e-6 * sent * len(records) / sending)} Mbit/s)"
+    return [text, f"exchange {format_percent(waited / total, 0)} of the time{speed}"]
 
 
 class ConsoleSink(Sink):
