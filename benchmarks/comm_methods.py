@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import scantling as sc
 from scantling.comm import allreduce_wire_bytes, diloco, sparseloco
 from scantling.comm.layout import all_block_groups, make_buckets
+from scantling.optim.registry import build_optimizer
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.1
 """AdamW's; the best betas found by optim_quality.py."""
@@ -123,6 +125,15 @@ def adamw(model: nn.Module, lr: float, **dense: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(adamw_groups(model, lr, **dense), lr=lr)
 
 
+def muon(model: nn.Module, lr: float, **dense: Any) -> torch.optim.Optimizer:
+    """Return Muon for matrices and AdamW for the rest, on `adamw_groups`."""
+    groups = adamw_groups(model, lr, **dense)
+    for group in groups:
+        if group["role"] == "matrix":
+            del group["betas"]
+    return build_optimizer("muon", groups, lr=lr)
+
+
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return SGD with momentum and no decay, because its learning rate differs in scale from AdamW's."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
@@ -179,23 +190,24 @@ def local_steps(
     *,
     make: Callable[..., Any],
     every: int,
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
     dense_lr: float | None = None,
     dense_betas: Sequence[float] = BETAS,
     embeddings: str = "dense",
     embeddings_topk: int | None = None,
     **options: Any,
 ) -> Replica:
-    """Return a replica with DiLoCo or SparseLoCo around AdamW, without a transform."""
-    inner = adamw(model, lr, dense_lr=dense_lr, dense_betas=dense_betas)
+    """Return a replica with DiLoCo or SparseLoCo around an optimizer, without a transform."""
+    inner = optimizer(model, lr, dense_lr=dense_lr, dense_betas=dense_betas)
     groups = channels(model, embeddings, embeddings_topk=embeddings_topk)
-    optimizer = make(inner, groups, sync_every=every, **options)
+    outer = make(inner, groups, sync_every=every, **options)
     return Replica(
         model,
-        optimizer,
-        lambda: optimizer.exchange.planned_wire_bytes() / every,
-        lambda: optimizer.wire_bytes,
+        outer,
+        lambda: outer.exchange.planned_wire_bytes() / every,
+        lambda: outer.wire_bytes,
         clip=CLIP,
-        common_weights=optimizer.common_parameters,
+        common_weights=outer.common_parameters,
     )
 
 
@@ -271,12 +283,13 @@ def exchanged(
     embeddings: str = "dense",
     transform: str = "dct",
     embeddings_topk: int | None = None,
+    decay_warmup: bool = False,
     **options: Any,
 ) -> Replica:
     """Return a replica with sc.MomentumExchange and an optimizer that steps matrices by the decoded momentum.
 
     `beta1` is the first beta of matrices, and of embeddings whose momentum is sent. Parameters whose gradients are
-    synchronized have `dense_betas`.
+    synchronized have `dense_betas`. With `decay_warmup` the decay of step t is at most t / (t + 1).
     """
     groups = sc.param_groups(model, weight_decay=0.1)
     sent = channels(model, embeddings, transform, embeddings_topk, weight_decay=0.1)
@@ -294,11 +307,20 @@ def exchanged(
         for group, each in zip(groups, sent, strict=True)
     ]
     optimizer = make(own, lr=lr)
+    final = exchange.config.decay
+    steps = itertools.count(1)
+
+    def exchanging() -> None:
+        if decay_warmup:
+            decay = min(final, (step := next(steps)) / (step + 1.0))
+            for group in exchange.param_groups:
+                group["decay"] = decay
+        exchange.exchange()
 
     def computed() -> float:
         return float(exchange.planned_wire_bytes_per_step())
 
-    return Replica(model, optimizer, computed, lambda: exchange.wire_bytes, exchanging=exchange.exchange)
+    return Replica(model, optimizer, computed, lambda: exchange.wire_bytes, exchanging=exchanging)
 
 
 def one_bit(model: nn.Module, lr: float, **rates: Any) -> Replica:
@@ -355,6 +377,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "ddp fp32": ddp,
     "ddp fp16": partial(ddp, half=True),
     "ddp sgd": partial(ddp, make=sgd),
+    "ddp muon": partial(ddp, make=muon),
     **{f"powersgd r{rank}": partial(power_sgd, rank=rank) for rank in (1, 4, 16)},
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
     "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign", keep_unsent=False), every=30),
@@ -365,8 +388,11 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
         for way, topk in LOCAL_TOPK.items()
     },
     **{
-        f"ours kept k{topk} h{every}": partial(local_steps, make=partial(sparseloco, topk=topk, **KEPT), every=every)
+        f"ours {name} k{topk} h{every}": partial(
+            local_steps, make=partial(sparseloco, topk=topk, **KEPT), every=every, optimizer=optimizer
+        )
         for every, topk in KEPT_TOPK.items()
+        for name, optimizer in (("kept", adamw), ("muon", muon))
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
     "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),
@@ -375,6 +401,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
         for k in (2, 4, 8, 32)
         for way in ("all_gather", "owner")
     },
+    "ours k8 muon": partial(demo, topk=8, exchange="all_gather", update="muon", **OURS),
     "ours k8 all_gather delay": partial(demo, topk=8, exchange="all_gather", delay=1, **OURS),
     "ours k8 all_gather overlap": partial(demo, topk=8, exchange="all_gather", overlap=True, **OURS),
     "ours whole": partial(demo, exchange="dense", **OURS),

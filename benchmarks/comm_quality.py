@@ -79,6 +79,8 @@ LOCAL, LOCAL_OWNER = "ours k192 h5 all_gather", "ours k144 h5 owner"
 """Methods that exchange after every five AdamW steps."""
 KEPT, SELDOM, RARE = "ours kept k176 h5", "ours kept k960 h20", "ours kept k4096 h40"
 """Methods whose replicas keep the residual in their weights, with 5, 20 and 40 local steps; RARE sends all signs."""
+DDP_MUON, MUON = "ddp muon", "ours muon k960 h20"
+"""Muon for matrices and AdamW for the rest: on averaged gradients, and in the local steps of SELDOM."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ WORKS["novels-8k"] = replace(
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
     steps=1000,
     dense_lr=32e-3,
-    methods=("ddp, one rate", "ddp fp32", LOCAL, KEPT, SELDOM, RARE, BETA1_0, OURS),
+    methods=("ddp, one rate", "ddp fp32", DDP_MUON, LOCAL, KEPT, SELDOM, MUON, RARE, BETA1_0, OURS),
     seeds=range(1, 4),
 )
 WORKS["shapes-resnet"] = Work(
@@ -176,7 +178,20 @@ WORKS["shapes-vit"] = replace(
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=2250,
-    methods=("ddp fp32", LOCAL, LOCAL_OWNER, "powersgd r4", "diloco h30"),
+    methods=(
+        "ddp fp32",
+        LOCAL,
+        LOCAL_OWNER,
+        KEPT,
+        BETA1_0,
+        "exchange k8, came beta1 0",
+        OURS,
+        "ours k8 muon",
+        "powersgd r4",
+        "dion r16",
+        "one bit, adamw",
+        "diloco h30",
+    ),
     grid=replace(GRID, start=2),
     seeds=range(5),
     few_seeds=range(1),
@@ -197,13 +212,14 @@ WORKS["llama-10m-8k-batch32"] = replace(
     steps=600,
     dense_lr=32e-3,
     grid=replace(GRID, start=3),
-    methods=("ddp, one rate", "ddp fp32", SELDOM),
+    methods=("ddp, one rate", "ddp fp32", DDP_MUON, SELDOM, MUON),
 )
 METHODS = (
     "ddp fp32",
     "ddp, one rate",
     "ddp fp16",
     "ddp sgd",
+    DDP_MUON,
     "powersgd r1",
     "powersgd r4",
     "powersgd r16",
@@ -224,8 +240,10 @@ METHODS = (
     LOCAL_OWNER,
     KEPT,
     SELDOM,
+    MUON,
     RARE,
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
+    "ours k8 muon",
 )
 ONE_RATE = ("ddp, one rate", "ddp sgd", "demo paper")
 """First rates of methods with one rate for all parameters; the other methods sweep the rate of the matrices."""
@@ -270,6 +288,16 @@ VOCABULARY: dict[str, tuple[str, dict[str, Any]]] = {
     "beta1 0, embeddings in full": (BETA1_0, {"embeddings": "dense"}),
 }
 """Variants of the works with REAL_VOCABULARY; names of embeddings as of `comm_methods.channels`."""
+MOMENTUM: dict[str, tuple[str, dict[str, Any]]] = {
+    "decay 0.9": (BETA1_0, {"decay": 0.9}),
+    "decay 0.99": (BETA1_0, {"decay": 0.99}),
+    "decay 0.99, warmed up": (BETA1_0, {"decay": 0.99, "decay_warmup": True}),
+    "decay 0.999, warmed up": (BETA1_0, {"decay": 0.999, "decay_warmup": True}),
+    "32 of 4,096": (BETA1_0, {"topk": 32}),
+    "signs, decay 0.99": (OURS, {"decay": 0.99}),
+    "signs, 32 of 4,096": (OURS, {"topk": 32}),
+}
+"""Variants of `llama-10m-long`: DeMo's settings at its size."""
 AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
 """Options of SELDOM that average all weights after every step."""
 DDP_RATES = (2e-3, 8e-3)
@@ -512,8 +540,12 @@ def seeds_for(data: str, method: str) -> range:
     return WORKS[data].seeds if method in MAIN else WORKS[data].few_seeds
 
 
+def settings_for(data: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    return VOCABULARY if WORKS[data].tunes_dense else MOMENTUM if data == "llama-10m-long" else SETTINGS
+
+
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
-    for method, options in (VOCABULARY if WORKS[data].tunes_dense else SETTINGS).values():
+    for method, options in settings_for(data).values():
         rates = best_rates(lines, data, method)
         if rates is None:
             raise SystemExit(f"run the sweep of {method} first")

@@ -97,7 +97,7 @@ def loss_table(lines: quality.Lines, data: str) -> str:
 def settings_table(lines: quality.Lines, data: str) -> str:
     """Return loss differences of other settings to the method's own, paired by seed, and their relative bytes."""
     rows = []
-    for name, (method, options) in quality.SETTINGS.items():
+    for name, (method, options) in quality.settings_for(data).items():
         own, runs = trained(lines, data, method), trained(lines, data, method, **options)
         shares = [runs[seed]["computed_bytes"] / own[seed]["computed_bytes"] for seed in runs if seed in own]
         if shares:

@@ -276,7 +276,8 @@ def test_step_time_with_few_exchanges_is_the_mean() -> None:
     assert network.step_seconds(rows, "ours k8 owner") == 1.0
     every = {method: count for method in METHODS if (count := network.exchanges_every(method)) != 1}
     local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
-    local |= {"ours kept k176 h5": 5, "ours kept k960 h20": 20, "ours kept k4096 h40": 40}
+    for name in ("kept", "muon"):
+        local |= {f"ours {name} k176 h5": 5, f"ours {name} k960 h20": 20, f"ours {name} k4096 h40": 40}
     assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
     assert [network.parse_mbit(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
     assert [network.burst_bytes(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]
