@@ -38,6 +38,7 @@ BF16 = {"parameters": "bf16", "rounding": "stochastic"}
 TARGET = {"rank": 4, "size_target": 0.6, "truncate_every": 2, "adapt": 5}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (2, {"optim": {"name": "adamw"}}),
+    "muon": (2, {"optim": {"name": "muon", "lr": 3e-3}}),
     "diloco, came": (2, {"comm": {"name": "diloco", "sync_every": 3}, "optim": CAME}),
     "tensor, int8 products": (2, {"tensor": {"rank": 4}, "precision": {"weights": "int8", "activations": "int8"}}),
     "written in the background": (2, {"parallel": {"async_checkpoint": True}}),
