@@ -256,7 +256,7 @@ def load_exchange(
         )
     saved = [
         {**tensors, **{key: each for key, each in values[str(rank)].items() if key != "replica"}}
-        for rank, tensors in by_rank.items()
+        for rank, tensors in (by_rank or {ranks[0]: {}}).items()
     ]
     exchange.load_state_dict(saved[0] if len(saved) == 1 else exchange.merge_states(saved))
     own: dict[str, Any] = values[str(context.replica % len(values))].get("replica", {})
