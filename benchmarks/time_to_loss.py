@@ -65,16 +65,21 @@ def steps_on(link: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def dense_seconds(steps: float, step_s: dict[str, float]) -> float:
+    """Return the seconds of steps that average everything, which only some methods take and only some files time."""
+    return steps * step_s[BASE] if steps else 0.0
+
+
 def elapsed_seconds(data: str, method: str, steps: float, step_s: dict[str, float]) -> float:
     """Return the seconds of the first `steps` steps."""
     dense = min(steps, quality.warm_up_steps(method, quality.WORKS[data].steps))
-    return (dense * step_s[BASE] if dense else 0.0) + (steps - dense) * step_s[method]
+    return dense_seconds(dense, step_s) + (steps - dense) * step_s[method]
 
 
 def steps_in(data: str, method: str, seconds: float, step_s: dict[str, float]) -> float:
     """Return the number of steps that fit into a time."""
     dense = quality.warm_up_steps(method, quality.WORKS[data].steps)
-    rest = seconds - (dense * step_s[BASE] if dense else 0.0)
+    rest = seconds - dense_seconds(dense, step_s)
     return dense + rest / step_s[method if rest >= 0.0 else BASE]
 
 

@@ -301,11 +301,8 @@ def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: i
 
 def mean_of_replicas(net: nn.Module, replicas: ThreadGroup, shares: list[float]) -> list[Tensor]:
     """Return the mean of the parameters of all replicas by their shares."""
-    means = []
-    for param in net.parameters():
-        parts = replicas.all_gather(param.detach() * shares[replicas.rank])
-        means.append(torch.stack(list(parts)).sum(0))
-    return means
+    weight = len(shares) * shares[replicas.rank]
+    return [replicas.all_reduce_mean(param.detach() * weight) for param in net.parameters()]
 
 
 def test_bad_options() -> None:

@@ -404,20 +404,21 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     chosen = "topk" if name == "demo" else "sync_every"
-    for key in ("budget", "link"):
-        if comm.get(key) is not None and _changed(comm, CommSection, chosen):
+    limits = [key for key in ("budget", "link") if comm.get(key) is not None]
+    for key in limits:
+        if _changed(comm, CommSection, chosen):
             yield Fault(f"comm.{chosen}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen]))
-        if comm.get(key) is not None and name == "demo" and comm.get("exchange") == "dense":
+        if name == "demo" and comm.get("exchange") == "dense":
             yield Fault(f"comm.{key}", "chooses topk, which exchange: dense does not have; leave one of both out")
-    if comm.get("link") is None and _changed(comm, CommSection, "share"):
+    if "link" not in limits and _changed(comm, CommSection, "share"):
         yield Fault("comm.share", "has an effect with comm.link alone")
-    elif comm.get("link") is not None and comm.get("budget") is not None:
+    elif len(limits) == 2:
         yield Fault("comm.budget", "is chosen by comm.link; leave one of both out", str(comm["budget"]))
     every = comm.get("sync_every", 1)
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
-    chooses_topk = name == "demo" and (comm.get("budget") is not None or comm.get("link") is not None)
+    chooses_topk = name == "demo" and limits
     if not chooses_topk and isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
     if optim.get("release_gradients") is True:

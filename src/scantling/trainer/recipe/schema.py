@@ -325,6 +325,11 @@ _UNITS = {"budget": ("B/step", "2 MB/step"), "link": ("bit/s", "100 Mbit/s")}
 """Unit and example of the keys of `comm` that have one."""
 
 
+def _form(key: str) -> str:
+    """Return the regular expression of a number with the unit of its key."""
+    return rf"^([0-9]+(?:\.[0-9]+)?) ?([kMG]?){_UNITS[key][0]}$"
+
+
 def _number(text: object, key: str) -> float:
     """Return the number of a text such as `2 MB/step` in the unit of its key.
 
@@ -332,7 +337,7 @@ def _number(text: object, key: str) -> float:
         ValueError: another form, or 0.
     """
     unit, example = _UNITS[key]
-    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?([kMG]?){unit}", str(text))
+    found = re.fullmatch(_form(key), str(text))
     number = float(found[1]) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] if found else 0.0
     if not number:
         raise ValueError(f"must be a number above 0 and its unit, {unit} with k, M, G or nothing before it: {example}")
@@ -375,10 +380,10 @@ class CommSection(Section):
     elastic: bool = False
     """demo: true for replicas that leave and join during the run, with torchft. Each is one process, started without
     torchrun, with its own run directory, and finds the others through the lighthouse at `TORCHFT_LIGHTHOUSE`."""
-    budget: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?([kMG]?B)/step$")] | None = None
+    budget: Annotated[str, Field(pattern=_form("budget"))] | None = None
     """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses the largest `topk` of
     demo, or the smallest `sync_every` of local steps."""
-    link: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?[kMG]?bit/s$")] | None = None
+    link: Annotated[str, Field(pattern=_form("link"))] | None = None
     """Speed at which a process sends to other replicas, such as `100 Mbit/s`. A new run first measures its forward and
     backward passes, and sets `budget` so that sending takes `share` of their time."""
     share: float = Field(default=0.1, gt=0.0, le=1.0)
