@@ -380,7 +380,9 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
     "ddp muon": partial(ddp, make=muon),
     **{f"powersgd r{rank}": partial(power_sgd, rank=rank) for rank in (1, 4, 16)},
     **{f"diloco h{every}": partial(local_steps, make=diloco, every=every) for every in (30, 100)},
-    "sparseloco h30": partial(local_steps, make=partial(sparseloco, dense="sign", keep_unsent=False), every=30),
+    "sparseloco h30": partial(
+        local_steps, make=partial(sparseloco, topk=64, values="int4", dense="sign", keep_unsent=False), every=30
+    ),
     **{
         f"ours k{topk} h5 {way}": partial(
             local_steps, make=partial(sparseloco, topk=topk, exchange=way, **LOCAL), every=5

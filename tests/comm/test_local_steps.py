@@ -13,6 +13,7 @@ import scantling as sc
 from scantling.comm import LocalSteps, diloco, sparseloco
 from scantling.comm.local_exchange import LocalStepsExchange
 from scantling.errors import NonFiniteError, UserError
+from scantling.trainer.recipe.schema import CommSection
 from tests.comm.replicas import ThreadGroup, together
 
 torch.manual_seed(0)
@@ -535,3 +536,15 @@ def test_mean_of_fewer_replicas_is_by_their_shares(left_out: int) -> None:
 
     for found in together(2, work):
         torch.testing.assert_close(found, torch.full((8,), 0.5))
+
+
+@pytest.mark.parametrize(("chunk", "topk"), [(64, 960), (32, 240), (1, 1)])
+def test_local_steps_and_recipes_have_the_same_defaults(chunk: int, topk: int) -> None:
+    inner = torch.optim.SGD(START.parameters(), lr=0.1)
+    made = sparseloco(inner, sc.param_groups(START), chunk=chunk)
+    section = CommSection(name="local_steps", chunk=chunk)
+    assert made.sync_every == section.sync_every == 20
+    group = made.exchange.param_groups[0]
+    for key in ("topk", "chunk", "values", "dense", "decay"):
+        assert group[key] == getattr(section, key)
+    assert section.topk == topk

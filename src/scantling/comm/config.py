@@ -171,6 +171,11 @@ def make_config(options: Mapping[str, Any]) -> ExchangeConfig:
     return ExchangeConfig(**options)
 
 
+def default_local_topk(chunk: int) -> int:
+    """Return the elements of a block of chunk x chunk to send after local steps by default: 960 of 4096."""
+    return max(1, 960 * chunk**2 // 4096)
+
+
 def check_option(name: str, value: Any) -> None:
     """Raise a UserError if the value of an option has another type or is out of range."""
     kind, limits = TYPES[name], OPTIONS[name].metadata

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, is_integer, is_number
+from scantling.comm.config import SELECTION_OPTIONS, ExchangeOptions, default_local_topk, is_integer, is_number
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.momentum_watch import MomentumWatch
@@ -480,13 +480,16 @@ def sparseloco(
     inner: torch.optim.Optimizer,
     groups: Iterable[Any],
     *,
-    sync_every: int = 30,
+    sync_every: int = 20,
     outer_lr: float = 1.0,
     batch_shares: Sequence[float] | None = None,
     keep_unsent: bool = True,
     **options: Any,
 ) -> LocalSteps:
-    """Return SparseLoCo (arXiv 2508.15706): the 64 largest of 4096 elements every `sync_every` steps.
+    """Return SparseLoCo (arXiv 2508.15706): the largest elements of each block every `sync_every` steps.
+
+    The defaults are those that measured best at 200 times fewer bytes than 16-bit gradients, and keep the residual in
+    the weights. The paper sends `topk=64` elements of 4096 in fewer bits every 30 steps, with `keep_unsent=False`.
 
     Args:
         inner: the optimizer of this replica.
@@ -494,8 +497,8 @@ def sparseloco(
         sync_every: 15 to 250 in the paper.
         outer_lr: of the outer step.
         batch_shares, keep_unsent: of `OuterOptimizer`.
-        options: of `MomentumExchange`; default topk=64, chunk=64, values="int4", decay=1.0 with `keep_unsent` and else
-            0.95.
+        options: of `MomentumExchange`; default topk=960 of chunk=64 squared, values="sign", dense="sign", decay=1.0
+            with `keep_unsent` and else 0.95.
 
     Returns:
         The optimizer of this replica, to be used instead of `inner`.
@@ -523,5 +526,8 @@ def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> Moment
         # The role "vector" sends parameters densely, whatever their shape.
         dense = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in given]
         return MomentumExchange(dense, **{"dense": "fp32", **options})
-    defaults: ExchangeOptions = {"topk": 64, "chunk": 64, "decay": 1.0, "values": "int4"}
+    chunk = options.get("chunk", 64)
+    defaults: ExchangeOptions = {"chunk": chunk, "decay": 1.0, "values": "sign", "dense": "sign"}
+    if is_integer(chunk, least=1):
+        defaults["topk"] = default_local_topk(chunk)
     return MomentumExchange([{**group, "transform": "none"} for group in given], **{**defaults, **options})

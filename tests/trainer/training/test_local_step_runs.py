@@ -202,7 +202,11 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ),
         ({"comm": {**LOCAL, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by comm.budget"),
         ({"comm": {"name": "demo", "topk": 4, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
-        ({"comm": {"budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo, local_steps or diloco"),
+        ({"comm": {"name": "allreduce", "budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
+        ({"comm": {"name": "demo", "topk": 32, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
+        ({"comm": {"name": "diloco", "sync_every": 1, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by"),
+        ({"comm": {"name": "local_steps", "topk": None}}, "comm.topk: must be a number; null is for a budget"),
+        ({"comm": {"name": "demo", "sync_every": None, "budget": "2 kB/step"}}, "comm.sync_every: must be a number"),
         ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget: must be a number above 0 and its unit, B/step"),
         ({"comm": {"name": "demo", "budget": 2000}}, "comm.budget: must be a number above 0 and its unit, B/step"),
         ({"comm": {"name": "local_steps", "budget": "0 B/step"}}, "comm.budget: must be a number above 0"),
@@ -215,7 +219,7 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ),
         ({"comm": {"name": "demo", "share": 0.2}}, "comm.share: has an effect with comm.link alone"),
         ({"comm": {"name": "demo", "link": "1 Mbit/s", "budget": "2 kB/step"}}, "comm.budget: is chosen by comm.link"),
-        ({"comm": {"link": "1 Mbit/s"}}, "comm.link: has an effect with comm.name: demo"),
+        ({"comm": {"name": "allreduce", "link": "1 Mbit/s"}}, "comm.link: has an effect with comm.name: demo"),
         ({"comm": {"name": "demo", "link": "1 MB/s"}}, "comm.link"),
         ({"comm": LOCAL, "train": {"graph": True}}, "train.graph: cannot capture an exchange"),
     ],
@@ -226,11 +230,26 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str
 
 
 def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
-    for name, topk, every in (("local_steps", 64, 30), ("diloco", 32, 100)):
-        section = load_recipe(tiny_recipe(tmp_path, comm={"name": name})).comm
+    budget = {"budget": "2 kB/step"}
+    for given, topk, every in (
+        ({"name": "local_steps"}, 960, 20),
+        ({"name": "local_steps", "chunk": 16}, 60, 20),
+        ({"name": "diloco"}, 32, 100),
+        ({"name": "diloco", **budget}, 32, None),
+        ({"name": "demo", **budget}, None, 1),
+        (budget, None, None),
+    ):
+        section = load_recipe(tiny_recipe(tmp_path, comm=given)).comm
         assert (section.sync_every, section.topk) == (every, topk)
         again = load_recipe(tiny_recipe(tmp_path, comm=section.model_dump(mode="json"))).comm
         assert again.local_options == section.local_options
+
+
+def chosen(note: str, option: str) -> int:
+    """Return the value of an option in a note on a budget."""
+    found = re.search(rf"{option}: (\d+)", note)
+    assert found, note
+    return int(found[1])
 
 
 def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
@@ -243,7 +262,7 @@ def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
     demo = {"name": "demo", "chunk": 16}
     sent, note = planned("8 kB/step", **demo)
     assert 7_500 < sent <= 8_000
-    topk = int(note.rpartition(" ")[2])
+    topk = chosen(note, "topk")
     for given, fits in ((topk, True), (topk + 1, False)):
         section = {"check_every": None, "dense": "sign", **demo, "topk": given}
         assert (sc.plan(recipe_of(tmp_path, comm=section), world_size=2).wire_bytes <= 8_000) is fits
@@ -251,15 +270,47 @@ def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="local steps would have to share"):
         planned("1 B/step", **local)
     assert "still exchanges once, at its end, and sends more" in planned("100 B/step", **local)[1]
+    assert "averaging all gradients sends" in planned("10 MB/step", **local)[1]
     for budget in (700, 2_000, 30_000):
         sent, note = planned(f"{budget} B/step", **local)
-        every = int(note.rpartition(" ")[2])
+        every = chosen(note, "sync_every")
         assert sent <= budget
+        assert "averaging" not in note
         assert every == 1 or sent * every > budget * (every - 1)
     # nothing is sent by one process
-    assert "allows sync_every: 30" in planned("1 B/step", processes=1, **local)[1]
-    with pytest.raises(UserError, match=r"one coefficient per block sends .* per step already"):
+    assert "allows sync_every: 20 (" in planned("1 B/step", processes=1, **local)[1]
+    with pytest.raises(UserError, match=r"one element per block sends .* per step already.* local_steps"):
         planned("100 B/step", **demo)
+
+
+@pytest.mark.parametrize("processes", [2, 8])
+def test_budget_alone_chooses_local_steps_and_their_elements(tmp_path: Path, processes: int) -> None:
+    """More bytes first buy all elements, then fewer local steps; owners, who answer in 4 bits, favor a part."""
+
+    def plan(**comm: Any) -> tuple[int, int, int]:
+        section = {"check_every": None, "chunk": 32, **comm}
+        recipe = recipe_of(tmp_path, comm=section, train={"batch_size": 8})
+        planned = sc.plan(recipe, world_size=processes)
+        (note,) = [note for note in planned.notes if "allows" in note]
+        assert note.endswith("(comm.name: local_steps)")
+        topk, every = (comm.get(key) or chosen(note, key) for key in ("topk", "sync_every"))
+        return topk, every, planned.wire_bytes
+
+    usual = 240
+    choices = []
+    for budget in (300, 1_000, 2_000, 3_000, 4_000, 6_000, 60_000):
+        topk, every, sent = plan(budget=f"{budget} B/step")
+        assert sent <= budget
+        assert every == 20 or topk in (usual, 1024)
+        assert every >= 20 or topk == 1024
+        choices.append((-every, topk))
+    assert choices == sorted(choices)
+    assert len(set(choices)) > 4
+    for given in ({"topk": 100}, {"sync_every": 7}):
+        _, _, sent = plan(budget="2 kB/step", **given)
+        assert 1_500 < sent <= 2_000
+    with pytest.raises(UserError, match=r"one element per block sends .* or a larger comm.sync_every"):
+        plan(budget="100 B/step", sync_every=1)
 
 
 def test_run_keeps_to_its_budget(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scantling.errors import UserError
-from scantling.trainer.recipe.schema import CommSection
+from scantling.trainer.recipe.schema import CHOSEN_BY_BUDGET, CommSection, method_defaults
 from scantling.trainer.reporting.format import format_bytes
 
 if TYPE_CHECKING:
@@ -80,18 +80,21 @@ def _meta_exchange(comm: CommSection, model: Any, local: Mapping[str, Any]) -> M
 
 def _bytes_per_step(comm: CommSection, exchange: MomentumExchange, replicas: int) -> float:
     sent = exchange.planned_wire_bytes_per_step(replicas)
-    return sent if comm.keeps_replicas_equal else sent / comm.sync_every
+    if comm.keeps_replicas_equal:
+        return sent
+    assert comm.sync_every is not None, "a section that was not chosen"
+    return sent / comm.sync_every
 
 
 def chosen_comm(run: ResolvedRun) -> CommSection:
-    """Return the section `comm` of a run, with the values that its budget of bytes chooses.
+    """Return the section `comm` of a run, with the values that its budget chooses, or usual ones before it is known.
 
     Raises:
         UserError: no choice sends so few bytes.
     """
     from scantling.trainer.planning.cache import recipe_key
 
-    if run.recipe.comm.budget is None:
+    if run.recipe.comm.budget is None and run.recipe.comm.link is None:
         return run.recipe.comm
     key = (
         "comm",
@@ -105,7 +108,10 @@ def chosen_comm(run: ResolvedRun) -> CommSection:
 def _fit_comm(run: ResolvedRun) -> CommSection:
     """Return the section `comm` of a run with the best quality that its budget allows.
 
-    With `demo` this is the largest `topk`, with local steps the smallest `sync_every`.
+    This is the largest `topk`, or the smallest `sync_every`. Signs of all elements need no indices and send fewer bytes
+    than those of a quarter, unless owners answer them. If both are free, take the default of `sync_every` and the
+    largest `topk` that fits, or a smaller `sync_every` if everything fits. If not even the default of `topk` fits, take
+    more local steps.
 
     Raises:
         UserError: no choice sends so few bytes.
@@ -114,46 +120,77 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     from scantling.trainer.models.sharding import shard_groups
     from scantling.trainer.planning.memory import local_groups
     from scantling.trainer.planning.planned_model import planned_model
-    from scantling.trainer.recipe.schema import LOCAL_DEFAULTS
 
-    comm, recipe = run.recipe.comm, run.recipe
-    assert comm.budget_bytes is not None
+    comm, recipe, budget = run.recipe.comm, run.recipe, run.recipe.comm.budget_bytes
+    whole = comm.chunk**2
+    usual = {"topk": min(CommSection.model_fields["topk"].default, whole), **method_defaults(comm.name, comm.chunk)}
     replicas, shards = recipe.parallel.mesh_shape(run.world_size)
-    if replicas == 1:  # nothing is sent
-        usual = {} if comm.keeps_replicas_equal else {"sync_every": LOCAL_DEFAULTS[comm.name]["sync_every"]}
-        return comm.model_copy(update=usual)
+    if replicas == 1 or budget is None:  # nothing is sent, or the link has not been measured
+        free = [key for key in ("topk", "sync_every") if getattr(comm, key) is None]
+        return comm.model_copy(update={key: usual[key] for key in free})
     model = planned_model(run, [])
     parts = shard_groups(model, recipe.parallel) if shards > 1 else []
     groups = local_groups(param_groups(model), {id(param) for part in parts for param in part.params}, shards)
     local = {name: param for group in groups for name, param in group["params"]}
 
-    def planned_bytes(given: CommSection) -> float:
-        return _bytes_per_step(given, _meta_exchange(given, model, local), replicas)
+    def with_options(topk: int | None, every: int | None) -> CommSection:
+        return comm.model_copy(update={"topk": topk, "sync_every": every})
 
-    if not comm.keeps_replicas_equal:
-        each = planned_bytes(comm.model_copy(update={"sync_every": 1}))
-        every = max(1, math.ceil(each / comm.budget_bytes))
-        if every > MOST_LOCAL_STEPS:
+    def planned_bytes(topk: int | None, every: int | None = comm.sync_every) -> float:
+        section = with_options(topk, every)
+        return _bytes_per_step(section, _meta_exchange(section, model, local), replicas)
+
+    def steps_between(topk: int | None) -> int:
+        return max(1, math.ceil(planned_bytes(topk, 1) / budget))
+
+    def most_elements(every: int | None) -> CommSection:
+        """Return the section with the largest `topk` that fits."""
+        least, most = 0, whole
+        if planned_bytes(whole, every) <= budget:
+            least = whole
+        while least < most:
+            middle = (least + most + 1) // 2
+            if planned_bytes(middle, every) <= budget:
+                least = middle
+            else:
+                most = middle - 1
+        if not least:
+            fewest = planned_bytes(1, every)
+            other = "comm.name: local_steps" if comm.name == "demo" else "a larger comm.sync_every"
             raise UserError(
-                f"comm.budget: an exchange sends {format_bytes(each)}, which {every:,} local steps would have to "
-                f"share; at most {MOST_LOCAL_STEPS:,} do. Raise the budget, "
-                f"{'' if comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
+                f"comm.budget: one element per block sends {format_bytes(fewest)} per step already; raise the budget, "
+                f"set comm.dense: sign, or {other}"
             )
-        return comm.model_copy(update={"sync_every": every})
-    least, most = 0, comm.chunk**2
-    while least < most:
-        middle = (least + most + 1) // 2
-        if planned_bytes(comm.model_copy(update={"topk": middle})) <= comm.budget_bytes:
-            least = middle
-        else:
-            most = middle - 1
-    if not least:
-        fewest = planned_bytes(comm.model_copy(update={"topk": 1}))
+        return with_options(least, every)
+
+    if comm.sync_every is not None:
+        return most_elements(comm.sync_every)
+    topk = comm.topk
+    if topk is None:
+        for_all, for_usual, most = steps_between(whole), steps_between(usual["topk"]), usual["sync_every"]
+        if for_usual <= most < for_all:
+            return most_elements(most)
+        topk = whole if for_all <= max(most, for_usual) else usual["topk"]
+    every = steps_between(topk)
+    if every > MOST_LOCAL_STEPS:
         raise UserError(
-            f"comm.budget: one coefficient per block sends {format_bytes(fewest)} per step already; raise the budget, "
-            "set comm.dense: sign, or comm.name: local_steps"
+            f"comm.budget: an exchange sends {format_bytes(planned_bytes(topk, 1))}, which {every:,} local steps would "
+            f"have to share; at most {MOST_LOCAL_STEPS:,} do. Raise the budget, "
+            f"{'' if comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
         )
-    return comm.model_copy(update={"topk": least})
+    return with_options(topk, every)
+
+
+def _gradient_traffic(run: ResolvedRun) -> int | None:
+    """Return the bytes that a process would send per step to average gradients; None without other replicas."""
+    from scantling.comm import allreduce_wire_bytes
+    from scantling.trainer.planning.planned_model import planned_model
+
+    replicas, shards = run.recipe.parallel.mesh_shape(run.world_size)
+    if replicas == 1:
+        return None
+    gradients = sum(p.nbytes for p in planned_model(run, []).parameters() if p.requires_grad)
+    return allreduce_wire_bytes(gradients // shards, replicas)
 
 
 def note_on_budget(run: ResolvedRun) -> list[str]:
@@ -162,9 +199,13 @@ def note_on_budget(run: ResolvedRun) -> list[str]:
         return ["comm.link: a run measures its passes first and then chooses; this plan does not"]
     if run.recipe.comm.budget is None:
         return []
-    key = "topk" if run.recipe.comm.name == "demo" else "sync_every"
-    chosen, steps = getattr(chosen_comm(run), key), run.recipe.train.steps
-    notes = [f"comm.budget: {run.recipe.comm.budget} allows {key}: {chosen}"]
-    if key == "sync_every" and chosen > steps:
+    comm, chosen, steps = run.recipe.comm, chosen_comm(run), run.recipe.train.steps
+    free = [key for key in CHOSEN_BY_BUDGET[comm.name] if getattr(comm, key) is None]
+    choice = ", ".join(f"{key}: {getattr(chosen, key)}" for key in free)
+    notes = [f"comm.budget: {comm.budget} allows {choice} (comm.name: {comm.name})"]
+    if (dense := _gradient_traffic(run)) is not None and dense <= (comm.budget_bytes or 0.0):
+        sent = format_bytes(dense)
+        notes.append(f"comm.budget: averaging all gradients sends {sent} per step, which it allows too; leave comm out")
+    if "sync_every" in free and (chosen.sync_every or 1) > steps:
         notes.append(f"comm.budget: a run of {steps} steps still exchanges once, at its end, and sends more")
     return notes

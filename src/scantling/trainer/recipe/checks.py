@@ -16,6 +16,7 @@ from scantling.comm.config import SELECTION_OPTIONS
 from scantling.errors import Fault, UserError, did_you_mean, shorten
 from scantling.trainer.recipe.parsing import get_section
 from scantling.trainer.recipe.schema import (
+    CHOSEN_BY_BUDGET,
     CLICK_SOURCES,
     DIGITS,
     IMAGE_SOURCES,
@@ -31,6 +32,7 @@ from scantling.trainer.recipe.schema import (
     TensorSection,
     TrainSection,
     adapt_steps,
+    default_method,
 )
 
 Content = Mapping[str, Any]
@@ -378,7 +380,7 @@ _USERS = {
 
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (get_section(content, name) for name in ("comm", "optim", "train", "precision"))
-    name = comm.get("name", "allreduce")
+    name = default_method(comm)
     if name == "allreduce":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
@@ -403,11 +405,14 @@ def _check_comm(content: Content) -> Iterator[Fault]:
             yield Fault("comm.overlap", problem, f"train.clip: {clip}")
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
-    chosen = "topk" if name == "demo" else "sync_every"
     limits = [key for key in ("budget", "link") if comm.get(key) is not None]
+    chosen = CHOSEN_BY_BUDGET.get(name, ()) if limits else ()
+    for option in ("topk", "sync_every"):
+        if option in comm and comm[option] is None and option not in chosen:
+            yield Fault(f"comm.{option}", "must be a number; null is for a budget that chooses it")
     for key in limits:
-        if _changed(comm, CommSection, chosen):
-            yield Fault(f"comm.{chosen}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen]))
+        if chosen and all(comm.get(option) is not None for option in chosen):
+            yield Fault(f"comm.{chosen[-1]}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen[-1]]))
         if name == "demo" and comm.get("exchange") == "dense":
             yield Fault(f"comm.{key}", "chooses topk, which exchange: dense does not have; leave one of both out")
     if "link" not in limits and _changed(comm, CommSection, "share"):
@@ -418,8 +423,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
-    chooses_topk = name == "demo" and limits
-    if not chooses_topk and isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
+    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
     if optim.get("release_gradients") is True:
         problem = "steps each parameter before its gradient could be exchanged; leave one of both out"

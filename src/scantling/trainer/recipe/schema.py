@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values
+from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values, default_local_topk
 from scantling.errors import UserError
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
@@ -314,11 +314,17 @@ def _demo_option(name: str) -> Any:
     return Field(default=option.default, ge=limits["least"], le=limits["most"], description=f"demo: {limits['doc']}")
 
 
-LOCAL_DEFAULTS: dict[str, dict[str, Any]] = {
-    "local_steps": {"sync_every": 30, "topk": 64, "values": "int4", "decay": 1.0},
-    "diloco": {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
-}
-"""Defaults of the methods with local steps that differ from those of the fields; see `sparseloco` and `diloco`."""
+def method_defaults(name: str, chunk: int) -> dict[str, Any]:
+    """Return the defaults of a method of `comm` that differ from those of the fields; see `sparseloco` and `diloco`."""
+    if name == "local_steps":
+        return {"sync_every": 20, "topk": default_local_topk(chunk), "values": "sign", "dense": "sign", "decay": 1.0}
+    if name == "diloco":
+        return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
+    return {}
+
+
+CHOSEN_BY_BUDGET = {"demo": ("topk",), "local_steps": ("topk", "sync_every"), "diloco": ("sync_every",)}
+"""Options that a budget of bytes chooses, by method; at least one of them must be left out."""
 
 
 _UNITS = {"budget": ("B/step", "2 MB/step"), "link": ("bit/s", "100 Mbit/s")}
@@ -344,6 +350,16 @@ def _number(text: object, key: str) -> float:
     return number
 
 
+def has_limit(comm: Mapping[str, Any]) -> bool:
+    """Return True if the section `comm` of a recipe has a budget or a link, which chooses options."""
+    return comm.get("budget") is not None or comm.get("link") is not None
+
+
+def default_method(comm: Mapping[str, Any]) -> Any:
+    """Return `comm.name`: as given, or its default."""
+    return comm.get("name", "local_steps" if has_limit(comm) else "allreduce")
+
+
 class CommSection(Section):
     """Communication between the processes of a run."""
 
@@ -352,8 +368,8 @@ class CommSection(Section):
     own momentum and sends only the largest components; with `optim.name: sign` this is DeMo. `local_steps`: each
     replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
     these changed (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of what they changed. The two
-    have defaults of their own: `sync_every` 30, `topk` 64, `values` int4 and `decay` 1, or `sync_every` 100 and `dense`
-    fp32."""
+    have defaults of their own: `sync_every` 20, `topk` 960, signs and `decay` 1, or `sync_every` 100 and `dense` fp32.
+    With a `budget` or a `link` the default is `local_steps`."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
     find_unused_parameters: bool = False
@@ -361,14 +377,14 @@ class CommSection(Section):
     it, a model with such parameters raises an error."""
     timeout: float = Field(default=300.0, gt=0.0, le=1e7)
     """Seconds that processes wait for each other in a step; they wait longer for data and for checkpoint checksums."""
-    topk: int = _demo_option("topk")
+    topk: int | None = _demo_option("topk")
     chunk: int = _demo_option("chunk")
     decay: float = _demo_option("decay")
     values: Values = _demo_option("values")
     dense: Values = _demo_option("dense")
     residual: ResidualFormat = _demo_option("residual")
     exchange: Exchange = _demo_option("exchange")
-    sync_every: int = _demo_option("sync_every")
+    sync_every: int | None = _demo_option("sync_every")
     state_sync_every: int | None = _demo_option("state_sync_every")
     check_every: int | None = _demo_option("check_every")
     delay: int = _demo_option("delay")
@@ -381,8 +397,8 @@ class CommSection(Section):
     """demo: true for replicas that leave and join during the run, with torchft. Each is one process, started without
     torchrun, with its own run directory, and finds the others through the lighthouse at `TORCHFT_LIGHTHOUSE`."""
     budget: Annotated[str, Field(pattern=_form("budget"))] | None = None
-    """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses the largest `topk` of
-    demo, or the smallest `sync_every` of local steps."""
+    """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses `topk` of demo,
+    `sync_every` of diloco, and of local steps both, or the one that is left out."""
     link: Annotated[str, Field(pattern=_form("link"))] | None = None
     """Speed at which a process sends to other replicas, such as `100 Mbit/s`. A new run first measures its forward and
     backward passes, and sets `budget` so that sending takes `share` of their time."""
@@ -393,12 +409,13 @@ class CommSection(Section):
     @classmethod
     def _fill_defaults(cls, content: Any) -> Any:
         """Fill in the defaults of a method, so that a stored recipe has them as values."""
-        name = content.get("name") if isinstance(content, Mapping) else None
-        if name not in ("local_steps", "diloco"):
+        if not isinstance(content, Mapping):
             return content
-        defaults = {**LOCAL_DEFAULTS[name]}
-        if content.get("budget") is not None or content.get("link") is not None:  # chooses it
-            del defaults["sync_every"]
+        name = default_method(content)
+        chunk = content.get("chunk", cls.model_fields["chunk"].default)
+        defaults = {"name": name, **(method_defaults(name, chunk) if isinstance(chunk, int) else {})}
+        if has_limit(content):
+            defaults |= dict.fromkeys(CHOSEN_BY_BUDGET.get(name, ()))
         return {**defaults, **content}
 
     @field_validator("budget", "link", mode="before")
