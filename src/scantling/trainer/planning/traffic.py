@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from scantling.errors import UserError
@@ -106,12 +107,7 @@ def chosen_comm(run: ResolvedRun) -> CommSection:
 
 
 def _fit_comm(run: ResolvedRun) -> CommSection:
-    """Return the section `comm` of a run with the best quality that its budget allows.
-
-    This is the largest `topk`, or the smallest `sync_every`. Signs of all elements need no indices and send fewer bytes
-    than those of a quarter, unless owners answer them. If both are free, take the default of `sync_every` and the
-    largest `topk` that fits, or a smaller `sync_every` if everything fits. If not even the default of `topk` fits, take
-    more local steps.
+    """Return the section `comm` of a run with the best quality that its budget allows, see `_BudgetFit`.
 
     Raises:
         UserError: no choice sends so few bytes.
@@ -121,64 +117,97 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     from scantling.trainer.planning.memory import local_groups
     from scantling.trainer.planning.planned_model import planned_model
 
-    comm, recipe, budget = run.recipe.comm, run.recipe, run.recipe.comm.budget_bytes
-    whole = comm.chunk**2
-    usual = {"topk": min(CommSection.model_fields["topk"].default, whole), **method_defaults(comm.name, comm.chunk)}
-    replicas, shards = recipe.parallel.mesh_shape(run.world_size)
+    comm, parallel, budget = run.recipe.comm, run.recipe.parallel, run.recipe.comm.budget_bytes
+    topk = CommSection.model_fields["topk"].default
+    usual = {"topk": min(topk, comm.chunk**2), **method_defaults(comm.name, comm.chunk)}
+    replicas, shards = parallel.mesh_shape(run.world_size)
     if replicas == 1 or budget is None:  # nothing is sent, or the link has not been measured
         free = [key for key in ("topk", "sync_every") if getattr(comm, key) is None]
         return comm.model_copy(update={key: usual[key] for key in free})
     model = planned_model(run, [])
-    parts = shard_groups(model, recipe.parallel) if shards > 1 else []
+    parts = shard_groups(model, parallel) if shards > 1 else []
     groups = local_groups(param_groups(model), {id(param) for part in parts for param in part.params}, shards)
     local = {name: param for group in groups for name, param in group["params"]}
 
-    def with_options(topk: int | None, every: int | None) -> CommSection:
-        return comm.model_copy(update={"topk": topk, "sync_every": every})
-
-    def planned_bytes(topk: int | None, every: int | None = comm.sync_every) -> float:
-        section = with_options(topk, every)
+    def planned_bytes(section: CommSection) -> float:
         return _bytes_per_step(section, _meta_exchange(section, model, local), replicas)
 
-    def steps_between(topk: int | None) -> int:
-        return max(1, math.ceil(planned_bytes(topk, 1) / budget))
+    return _BudgetFit(comm, budget, usual, planned_bytes).choose()
 
-    def most_elements(every: int | None) -> CommSection:
+
+@dataclass(frozen=True)
+class _BudgetFit:
+    """Choice of the options of an exchange that a section leaves to its budget.
+
+    Signs of all elements need no indices and send fewer bytes than those of a quarter, unless owners answer them.
+
+    Attributes:
+        comm: section with options that are None.
+        budget: bytes per step.
+        usual: defaults of these options.
+        planned_bytes: bytes per step of a section without None.
+    """
+
+    comm: CommSection
+    budget: float
+    usual: Mapping[str, int]
+    planned_bytes: Callable[[CommSection], float]
+
+    def choose(self) -> CommSection:
+        """Return the section with all options.
+
+        If only one is free, take the largest `topk` or the smallest `sync_every`. If both are, take the default of
+        `sync_every` and the largest `topk` that fits; a smaller `sync_every` if everything fits; and a larger one if
+        not even the default of `topk` fits.
+
+        Raises:
+            UserError: no choice sends so few bytes.
+        """
+        topk, every, whole = self.comm.topk, self.comm.sync_every, self.comm.chunk**2
+        if every is not None:
+            return self._most_elements(every)
+        if topk is None:
+            usual, most = self.usual["topk"], self.usual["sync_every"]
+            for_usual, for_whole = self._steps_between(usual), self._steps_between(whole)
+            if for_usual <= most < for_whole:
+                return self._most_elements(most)
+            topk = whole if for_whole <= max(most, for_usual) else usual
+        every = self._steps_between(topk)
+        if every > MOST_LOCAL_STEPS:
+            sent = format_bytes(self.planned_bytes(self._with(topk, 1)))
+            raise UserError(
+                f"comm.budget: an exchange sends {sent}, which {every:,} local steps would have to share; at most "
+                f"{MOST_LOCAL_STEPS:,} do. Raise the budget, "
+                f"{'' if self.comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
+            )
+        return self._with(topk, every)
+
+    def _with(self, topk: int, every: int) -> CommSection:
+        return self.comm.model_copy(update={"topk": topk, "sync_every": every})
+
+    def _steps_between(self, topk: int) -> int:
+        """Return the fewest local steps between exchanges of `topk` elements that fit."""
+        return max(1, math.ceil(self.planned_bytes(self._with(topk, 1)) / self.budget))
+
+    def _most_elements(self, every: int) -> CommSection:
         """Return the section with the largest `topk` that fits."""
-        least, most = 0, whole
-        if planned_bytes(whole, every) <= budget:
-            least = whole
+
+        def fits(topk: int) -> bool:
+            return self.planned_bytes(self._with(topk, every)) <= self.budget
+
+        most = self.comm.chunk**2
+        least = most if fits(most) else 0
         while least < most:
             middle = (least + most + 1) // 2
-            if planned_bytes(middle, every) <= budget:
-                least = middle
-            else:
-                most = middle - 1
+            least, most = (middle, most) if fits(middle) else (least, middle - 1)
         if not least:
-            fewest = planned_bytes(1, every)
-            other = "comm.name: local_steps" if comm.name == "demo" else "a larger comm.sync_every"
+            fewest = format_bytes(self.planned_bytes(self._with(1, every)))
+            other = "comm.name: local_steps" if self.comm.name == "demo" else "a larger comm.sync_every"
             raise UserError(
-                f"comm.budget: one element per block sends {format_bytes(fewest)} per step already; raise the budget, "
-                f"set comm.dense: sign, or {other}"
+                f"comm.budget: one element per block sends {fewest} per step already; raise the budget, set "
+                f"comm.dense: sign, or {other}"
             )
-        return with_options(least, every)
-
-    if comm.sync_every is not None:
-        return most_elements(comm.sync_every)
-    topk = comm.topk
-    if topk is None:
-        for_all, for_usual, most = steps_between(whole), steps_between(usual["topk"]), usual["sync_every"]
-        if for_usual <= most < for_all:
-            return most_elements(most)
-        topk = whole if for_all <= max(most, for_usual) else usual["topk"]
-    every = steps_between(topk)
-    if every > MOST_LOCAL_STEPS:
-        raise UserError(
-            f"comm.budget: an exchange sends {format_bytes(planned_bytes(topk, 1))}, which {every:,} local steps would "
-            f"have to share; at most {MOST_LOCAL_STEPS:,} do. Raise the budget, "
-            f"{'' if comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
-        )
-    return with_options(topk, every)
+        return self._with(least, every)
 
 
 def _gradient_traffic(run: ResolvedRun) -> int | None:
