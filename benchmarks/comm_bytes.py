@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 LOCAL = {"values": "sign", "dense": "sign"}
 LOCAL_STEPS = {
     f"{every} local steps, topk {topk}, signs": (every, topk)
-    for every, topk in ((5, LOCAL_TOPK["all_gather"]), *KEPT_TOPK.items())
+    for every, topk in ((5, LOCAL_TOPK["all_gather"]), *KEPT_TOPK.items(), (20, 4096))
 }
 """Steps between exchanges and coefficients, by name."""
 

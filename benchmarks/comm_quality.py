@@ -147,7 +147,8 @@ WORKS["novels-8k"] = replace(
     steps=1000,
     dense_lr=32e-3,
     methods=("ddp, one rate", "ddp fp32", DDP_MUON, LOCAL, KEPT, SELDOM, MUON, RARE, BETA1_0, OURS),
-    seeds=range(1, 4),
+    seeds=range(1, 6),
+    few_seeds=range(1, 6),
 )
 WORKS["shapes-resnet"] = Work(
     {

@@ -1,4 +1,4 @@
-"""Print the tables of docs/evidence/network.md in Markdown: loss, bytes and times of the communication methods.
+"""Print the tables of docs/evidence/network*.md in Markdown: loss, bytes and times of the communication methods.
 
     python benchmarks/comm_table.py --data novels benchmarks/results/network-*-novels-*.json
     python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      one column per link
@@ -24,6 +24,8 @@ from dated import RESULTS
 from network import cpu_seconds
 from resumable import Ledger, Line, interval, spec_key, steps_to_reach
 from time_to_loss import ALONE, BASE, elapsed_seconds, loss_after, steps_in, steps_on, trained
+
+from scantling.comm import allreduce_wire_bytes
 
 Link = dict[str, Any]
 RATES = ("100mbit", "1gbit", "uncapped")
@@ -75,7 +77,8 @@ def loss_table(lines: quality.Lines, data: str) -> str:
     methods = quality.methods_for(data)
     others = {count: {method: trained(lines, data, method, count) for method in methods} for count in quality.ALSO}
     more = [count for count, found in others.items() if any(found.values())]
-    header = ["exchange", "rate", "seeds", "held-out loss", "to AdamW", "steps to its loss"]
+    header = ["exchange", "rate", *(["kB per step", "× fewer than 16 bits"] if work.tunes_dense else [])]
+    header += ["seeds", "held-out loss", "to AdamW", "steps to its loss"]
     header += ["% right"] if right else []
     header += [title for count in more for title in (f"{count} replicas: loss", "to AdamW")]
     rows = []
@@ -84,8 +87,12 @@ def loss_table(lines: quality.Lines, data: str) -> str:
         runs = control if method == BASE else trained(lines, data, method, quality.REPLICAS)
         if rates is None or not runs:
             continue
-        row = [method, ", ".join(f"{rate:g}" for rate in rates.values()), str(len(runs))]
-        row += [format_seeds(runs, "eval_loss"), difference(runs, control)]
+        row = [method, ", ".join(f"{rate:g}" for rate in rates.values())]
+        if work.tunes_dense:
+            line = next(iter(runs.values()))
+            sent, dense = line["computed_bytes"], allreduce_wire_bytes(2 * line["num_parameters"], quality.REPLICAS)
+            row += [f"{sent / 1e3:,.1f}", f"{dense / sent:.0f}"]
+        row += [str(len(runs)), format_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
         row += [format_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
         for found in (others[count][method] for count in more):
