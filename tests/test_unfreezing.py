@@ -18,7 +18,7 @@ from scantling.comm import MomentumExchange
 from scantling.comm.local_steps import diloco
 from scantling.comm.residuals import zeros_like_local
 from scantling.groups import param_groups
-from scantling.hf import CAMEFactory, SignFactory
+from scantling.hf import CAMEFactory, MuonFactory, SignFactory
 from scantling.optim import predicted_state_bytes, predicted_temporary_bytes, state_bytes
 from scantling.optim.registry import build_optimizer, optimizer_names
 from scantling.trainer.training import build
@@ -49,6 +49,7 @@ MAKERS: dict[str, Made] = {
     **{name: named(name) for name in optimizer_names()},
     "hf.came": from_hf(CAMEFactory, sc.hf.came(lr=1e-3)),
     "hf.sign": from_hf(SignFactory, sc.hf.sign(lr=1e-3)),
+    "hf.muon": from_hf(MuonFactory, sc.hf.muon(lr=1e-3)),
     "demo": lambda net: sc.DeMo(param_groups(net), lr=1e-3),
     "diloco": lambda net: diloco(torch.optim.AdamW(param_groups(net), lr=1e-3), param_groups(net), sync_every=1),
 }

@@ -79,10 +79,12 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     straight_and_resumed(tmp_path)
 
 
-def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
-    """Exchanges after steps 2, 3 (a checkpoint), 4, 6; each process has its own AdamW."""
-    options = {"optimizer": (torch.optim.AdamW, {"lr": 3e-3}), "local_steps": 2, "values": "sign", "outer_lr": 1.3}
-    options["dtype"] = dtype
+INNER = {"adamw": (torch.optim.AdamW, {"lr": 3e-3}), "muon": sc.hf.muon(lr=3e-3, embedding_lr=1e-2)}
+
+
+def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype, inner: str) -> None:
+    """Exchanges after steps 2, 3 (a checkpoint), 4, 6; each process has its own optimizer."""
+    options = {"optimizer": INNER[inner], "local_steps": 2, "values": "sign", "outer_lr": 1.3, "dtype": dtype}
     straight, callback = trainer(folder / "straight", **options)
     straight.train()
     sent = [entry["wire_bytes"] for entry in straight.state.log_history if "loss" in entry]
@@ -100,15 +102,16 @@ def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
     second.train(resume_from_checkpoint=True)
     for (name, one), other in zip(straight.model.named_parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other), name
-    states = [each.optimizer.state_dict()["state"] for each in (straight, second)]
-    assert all(torch.equal(states[0][key]["exp_avg"], states[1][key]["exp_avg"]) for key in states[0])
+    moments = [first_moments(each.optimizer) for each in (straight, second)]
+    assert len(moments[0]) == len(list(straight.model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*moments, strict=True))
     assert callback.outer is not None
     assert resumed.outer is not None
     assert callback.outer.steps == resumed.outer.steps == 6
     assert all(torch.equal(*pair) for pair in zip(callback.outer.anchors, resumed.outer.anchors, strict=True))
     if dist.get_world_size() == 1:
         return
-    own = torch.cat([state["exp_avg"].flatten() for state in states[0].values()])
+    own = torch.cat([moment.flatten() for moment in moments[0]])
     flat = torch.cat([param.detach().flatten() for param in straight.model.parameters()])
     for values, alike in ((flat, True), (own, False)):
         found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -116,10 +119,24 @@ def local_steps_straight_and_resumed(folder: Path, dtype: torch.dtype) -> None:
         assert torch.equal(found[0], found[1]) is alike
 
 
+def first_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    names = ("exp_avg", "momentum_buffer")
+    states = optimizer.state_dict()["state"].values()
+    return [state[name] for state in states for name in names if name in state]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("processes", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-def test_local_steps_resume_bitwise(processes: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    run(processes, local_steps_straight_and_resumed, tmp_path, dtype)
+@pytest.mark.parametrize(
+    ("processes", "dtype", "inner"),
+    [
+        (1, torch.float32, "adamw"),
+        (2, torch.float32, "adamw"),
+        (2, torch.bfloat16, "adamw"),
+        (2, torch.float32, "muon"),
+    ],
+)
+def test_local_steps_resume_bitwise(processes: int, dtype: torch.dtype, inner: str, tmp_path: Path) -> None:
+    run(processes, local_steps_straight_and_resumed, tmp_path, dtype, inner)
 
 
 class SaveAtOne(TrainerCallback):
@@ -354,3 +371,5 @@ def test_attach_refuses_unsupported_options(tmp_path: Path, monkeypatch: pytest.
         sc.hf.attach(made)
     with pytest.raises(UserError, match="momentum must be from 0"):
         sc.hf.sign(lr=1e-3, momentum=2.0)
+    with pytest.raises(UserError, match="momentum should be >= 0"):
+        sc.hf.muon(lr=1e-3, momentum=-1.0)

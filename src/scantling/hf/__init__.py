@@ -4,8 +4,19 @@ Importing this module registers the TT layers, so that the Auto classes load TT 
 """
 
 from scantling.hf.exchange import ExchangeCallback, attach
-from scantling.hf.optimizers import CAMEFactory, SignFactory, came, sign
+from scantling.hf.optimizers import CAMEFactory, MuonFactory, SignFactory, came, muon, sign
 from scantling.hf.ranks import RankCallback
 from scantling.tensor.pretrained import load  # registers the TT layers
 
-__all__ = ["CAMEFactory", "ExchangeCallback", "RankCallback", "SignFactory", "attach", "came", "load", "sign"]
+__all__ = [
+    "CAMEFactory",
+    "ExchangeCallback",
+    "MuonFactory",
+    "RankCallback",
+    "SignFactory",
+    "attach",
+    "came",
+    "load",
+    "muon",
+    "sign",
+]

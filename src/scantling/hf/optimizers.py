@@ -11,7 +11,7 @@ Trainer's FSDP2 (`fsdp=True`), with an exact resume.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -113,23 +113,52 @@ def came(
     return CAMEFactory, {"weight_decay": weight_decay, **rates, "options": options}
 
 
-class SignFactory:
-    """Factory that the Trainer creates and calls to get a sign-descent optimizer."""
+class _MatrixFactory:
+    """Factory of an optimizer by name that steps matrices, with AdamW for all other parameters."""
+
+    name: ClassVar[str]
 
     def __call__(
-        self, model: torch.nn.Module, *, lr: float, weight_decay: float, options: dict[str, Any]
+        self,
+        model: torch.nn.Module,
+        *,
+        lr: float,
+        weight_decay: float,
+        embedding_lr: float | None,
+        options: dict[str, Any],
     ) -> torch.optim.Optimizer:
-        """Return sign descent for the matrices of a model and AdamW for the rest; arguments as in `sign`."""
-        groups = param_groups(model, weight_decay=weight_decay)
-        return build_optimizer("sign", groups, lr=lr, weight_decay=0.0, **options)
+        """Return the optimizer of a model; arguments as in `sign` and `muon`."""
+        groups = param_groups(model, weight_decay=weight_decay, embedding_lr=embedding_lr)
+        return build_optimizer(self.name, groups, lr=lr, weight_decay=0.0, **options)
+
+    @classmethod
+    def pair(cls, **arguments: Any) -> tuple[type[Self], dict[str, Any]]:
+        """Return the value for the Trainer. Checks the arguments now; the Trainer builds the optimizer much later."""
+        cls()(torch.nn.Linear(2, 2), **arguments)
+        return cls, arguments
 
 
-def sign(lr: float, *, weight_decay: float = 0.0, **options: Any) -> tuple[type[SignFactory], dict[str, Any]]:
+class SignFactory(_MatrixFactory):
+    """Factory that the Trainer creates and calls to get a sign-descent optimizer."""
+
+    name = "sign"
+
+
+class MuonFactory(_MatrixFactory):
+    """Factory that the Trainer creates and calls to get Muon."""
+
+    name = "muon"
+
+
+def sign(
+    lr: float, *, weight_decay: float = 0.0, embedding_lr: float | None = None, **options: Any
+) -> tuple[type[SignFactory], dict[str, Any]]:
     """Return sign descent for matrices and AdamW for the rest, for the Trainer; together with `attach`, this is DeMo.
 
     Args:
         lr: step size of each matrix element, and AdamW's learning rate; its schedule is that of `TrainingArguments`.
         weight_decay: decoupled, for matrices and embeddings; vectors are never decayed.
+        embedding_lr: for embeddings. Default: `lr`.
         options: `momentum` of the sign descent, `betas` and `eps` of AdamW.
 
     Returns:
@@ -138,5 +167,27 @@ def sign(lr: float, *, weight_decay: float = 0.0, **options: Any) -> tuple[type[
     Raises:
         UserError: a value out of range.
     """
-    SignFactory()(torch.nn.Linear(2, 2), lr=lr, weight_decay=weight_decay, options=options)  # validates now
-    return SignFactory, {"lr": lr, "weight_decay": weight_decay, "options": options}
+    return SignFactory.pair(lr=lr, weight_decay=weight_decay, embedding_lr=embedding_lr, options=options)
+
+
+def muon(
+    lr: float, *, weight_decay: float = 0.0, embedding_lr: float | None = None, **options: Any
+) -> tuple[type[MuonFactory], dict[str, Any]]:
+    """Return Muon for matrices of two dimensions and AdamW for the rest, for the Trainer.
+
+    With `attach(trainer, local_steps=20)` it loses less than AdamW. Its updates have the size of AdamW's (Liu et al.,
+    arXiv 2502.16982).
+
+    Args:
+        lr: learning rate of both; its schedule is that of `TrainingArguments`.
+        weight_decay: decoupled, for matrices and embeddings; vectors are never decayed.
+        embedding_lr: for embeddings. Default: `lr`.
+        options: those of `torch.optim.Muon`, such as `momentum` and `ns_steps`; `betas` and `eps` of AdamW.
+
+    Returns:
+        The value for `Trainer(optimizer_cls_and_kwargs=...)`.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    return MuonFactory.pair(lr=lr, weight_decay=weight_decay, embedding_lr=embedding_lr, options=options)
