@@ -2,7 +2,7 @@
 
 The exchange puts decoded momentum into the `.grad` of matrices. An optimizer with its own momentum averages it a second
 time. With two momenta AdamW ended 0.17 nats (digits) and 0.43 nats (novels) above training on averaged gradients. With
-betas[0] = 0 it ended at the same loss (digits) and 0.22 nats above (novels); see docs/evidence/network.md.
+betas[0] = 0 it ended at the same loss (digits) and 0.22 nats above (novels); see docs/evidence/network-small-models.md.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def describe_momentum(optimizer: str, option: str, value: float) -> str:
     return (
         f"{optimizer} has its own momentum ({option} = {value:g}) and steps matrices whose gradient is the "
         "momentum of the exchange. In our measurements, two momenta cost 0.17 to 0.43 nats "
-        f"(docs/evidence/network.md). Set {option} to 0 for matrices"
+        f"(docs/evidence/network-small-models.md). Set {option} to 0 for matrices"
     )

@@ -299,11 +299,13 @@ def attach(
     outer_options: dict[str, Any] | None = None
     if local_steps is not None:
         outer_options = {"sync_every": local_steps, "outer_lr": outer_lr}
-    probe = MomentumExchange([torch.nn.Parameter(torch.zeros(1))], **options)
+    probed = [torch.nn.Parameter(torch.zeros(1))]
     if outer_options is not None:
-        OuterOptimizer(probe, **outer_options)
-    elif outer_lr != 1.0:
-        raise UserError("sc.hf.attach: outer_lr has an effect with local_steps alone; leave it out")
+        OuterOptimizer(outer_exchange("sparseloco", probed, **options), **outer_options)
+    else:
+        MomentumExchange(probed, **options)
+        if outer_lr != 1.0:
+            raise UserError("sc.hf.attach: outer_lr has an effect with local_steps alone; leave it out")
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
         raise UserError("sc.hf.attach: this Trainer already exchanges momentum; call attach once")
     _check_optimizer(trainer.optimizer)

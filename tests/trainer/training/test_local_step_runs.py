@@ -205,7 +205,17 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "allreduce", "budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
         ({"comm": {"name": "demo", "topk": 32, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
         ({"comm": {"name": "diloco", "sync_every": 1, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by"),
-        ({"comm": {"name": "local_steps", "topk": None}}, "comm.topk: must be a number; null is for a budget"),
+        ({"comm": {"name": "local_steps", "topk": None}}, "comm.topk: must be a number, such as 960; null is for a"),
+        ({"comm": {"name": ["demo"], "budget": "2 kB/step"}}, "comm.name: "),
+        ({"comm": {"name": "local_steps", "chunk": 0}}, "recipe: 1 fault\n  - comm.chunk: "),
+        (
+            {"comm": {"elastic": True, "budget": "2 kB/step"}},
+            "recipe: 2 faults\n  - comm.elastic: .*\n  - comm.budget: ",
+        ),
+        (
+            {"comm": {"name": "local_steps", "exchange": "dense", "sync_every": 20, "budget": "2 kB/step"}},
+            "comm.sync_every: is chosen by comm.budget",
+        ),
         ({"comm": {"name": "demo", "sync_every": None, "budget": "2 kB/step"}}, "comm.sync_every: must be a number"),
         ({"comm": {"name": "demo", "budget": "2 MB"}}, "comm.budget: must be a number above 0 and its unit, B/step"),
         ({"comm": {"name": "demo", "budget": 2000}}, "comm.budget: must be a number above 0 and its unit, B/step"),
@@ -234,6 +244,8 @@ def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
     for given, topk, every in (
         ({"name": "local_steps"}, 960, 20),
         ({"name": "local_steps", "chunk": 16}, 60, 20),
+        ({"name": "local_steps", "chunk": "16"}, 60, 20),
+        ({"name": "local_steps", "exchange": "dense", **budget}, 960, None),
         ({"name": "diloco"}, 32, 100),
         ({"name": "diloco", **budget}, 32, None),
         ({"name": "demo", **budget}, None, 1),
@@ -306,11 +318,17 @@ def test_budget_alone_chooses_local_steps_and_their_elements(tmp_path: Path, pro
         choices.append((-every, topk))
     assert choices == sorted(choices)
     assert len(set(choices)) > 4
+    assert processes == 2 or any(usual < topk < 1024 for _, topk in choices)
     for given in ({"topk": 100}, {"sync_every": 7}):
         _, _, sent = plan(budget="2 kB/step", **given)
         assert 1_500 < sent <= 2_000
-    with pytest.raises(UserError, match=r"one element per block sends .* or a larger comm.sync_every"):
+    with pytest.raises(UserError, match=r"one element per block sends .*; raise the budget, or raise comm.sync_every$"):
         plan(budget="100 B/step", sync_every=1)
+    least, every, sent = plan(budget="8 B/step")
+    assert least < usual
+    assert (every, sent) <= (1000, 8)
+    with pytest.raises(UserError, match=r"one element per block sends .*; raise the budget$"):
+        plan(budget="0.01 B/step")
 
 
 def test_run_keeps_to_its_budget(tmp_path: Path) -> None:

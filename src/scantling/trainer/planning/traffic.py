@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from scantling.errors import UserError
-from scantling.trainer.recipe.schema import CHOSEN_BY_BUDGET, CommSection, method_defaults
+from scantling.trainer.recipe.schema import CommSection, method_defaults
 from scantling.trainer.reporting.format import format_bytes
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _BudgetFit:
 
         If only one is free, take the largest `topk` or the smallest `sync_every`. If both are, take the default of
         `sync_every` and the largest `topk` that fits; a smaller `sync_every` if everything fits; and a larger one if
-        not even the default of `topk` fits.
+        not even the default of `topk` fits. Take a smaller `topk` only for MOST_LOCAL_STEPS.
 
         Raises:
             UserError: no choice sends so few bytes.
@@ -171,14 +171,16 @@ class _BudgetFit:
             for_usual, for_whole = self._steps_between(usual), self._steps_between(whole)
             if for_usual <= most < for_whole:
                 return self._most_elements(most)
+            if min(for_usual, for_whole) > MOST_LOCAL_STEPS:
+                return self._most_elements(MOST_LOCAL_STEPS)
             topk = whole if for_whole <= max(most, for_usual) else usual
         every = self._steps_between(topk)
         if every > MOST_LOCAL_STEPS:
             sent = format_bytes(self.planned_bytes(self._with(topk, 1)))
-            raise UserError(
-                f"comm.budget: an exchange sends {sent}, which {every:,} local steps would have to share; at most "
-                f"{MOST_LOCAL_STEPS:,} do. Raise the budget, "
-                f"{'' if self.comm.name == 'diloco' else 'lower comm.topk, '}or set comm.dense: sign"
+            self._refuse(
+                f"an exchange sends {sent}, which {every:,} local steps would have to share; at most "
+                f"{MOST_LOCAL_STEPS:,} do",
+                *(() if self.comm.name == "diloco" or self.comm.exchange == "dense" else ("leave comm.topk out",)),
             )
         return self._with(topk, every)
 
@@ -202,12 +204,22 @@ class _BudgetFit:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         if not least:
             fewest = format_bytes(self.planned_bytes(self._with(1, every)))
-            other = "comm.name: local_steps" if self.comm.name == "demo" else "a larger comm.sync_every"
-            raise UserError(
-                f"comm.budget: one element per block sends {fewest} per step already; raise the budget, set "
-                f"comm.dense: sign, or {other}"
+            is_demo = self.comm.name == "demo"
+            self._refuse(
+                f"one element per block sends {fewest} per step already",
+                *(
+                    ["set comm.name: local_steps"]
+                    if is_demo
+                    else ["raise comm.sync_every"]
+                    if self.comm.sync_every
+                    else []
+                ),
             )
         return self._with(least, every)
+
+    def _refuse(self, problem: str, *remedies: str) -> NoReturn:
+        every = ["raise the budget", *remedies, *([] if self.comm.dense == "sign" else ["set comm.dense: sign"])]
+        raise UserError(f"comm.budget: {problem}; {', or '.join(every)}")
 
 
 def _gradient_traffic(run: ResolvedRun) -> int | None:
@@ -229,7 +241,7 @@ def note_on_budget(run: ResolvedRun) -> list[str]:
     if run.recipe.comm.budget is None:
         return []
     comm, chosen, steps = run.recipe.comm, chosen_comm(run), run.recipe.train.steps
-    free = [key for key in CHOSEN_BY_BUDGET[comm.name] if getattr(comm, key) is None]
+    free = [key for key in ("topk", "sync_every") if getattr(comm, key) is None]
     choice = ", ".join(f"{key}: {getattr(chosen, key)}" for key in free)
     notes = [f"comm.budget: {comm.budget} allows {choice} (comm.name: {comm.name})"]
     if (dense := _gradient_traffic(run)) is not None and dense <= (comm.budget_bytes or 0.0):

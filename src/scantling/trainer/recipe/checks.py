@@ -16,7 +16,6 @@ from scantling.comm.config import SELECTION_OPTIONS
 from scantling.errors import Fault, UserError, did_you_mean, shorten
 from scantling.trainer.recipe.parsing import get_section
 from scantling.trainer.recipe.schema import (
-    CHOSEN_BY_BUDGET,
     CLICK_SOURCES,
     DIGITS,
     IMAGE_SOURCES,
@@ -32,6 +31,7 @@ from scantling.trainer.recipe.schema import (
     TensorSection,
     TrainSection,
     adapt_steps,
+    chosen_by_budget,
     default_method,
 )
 
@@ -406,10 +406,11 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
     limits = [key for key in ("budget", "link") if comm.get(key) is not None]
-    chosen = CHOSEN_BY_BUDGET.get(name, ()) if limits else ()
+    chosen = chosen_by_budget(comm)
     for option in ("topk", "sync_every"):
         if option in comm and comm[option] is None and option not in chosen:
-            yield Fault(f"comm.{option}", "must be a number; null is for a budget that chooses it")
+            usual = CommSection.model_validate({"name": name}).model_dump()[option]
+            yield Fault(f"comm.{option}", f"must be a number, such as {usual}; null is for a budget that chooses it")
     for key in limits:
         if chosen and all(comm.get(option) is not None for option in chosen):
             yield Fault(f"comm.{chosen[-1]}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen[-1]]))
@@ -423,7 +424,7 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if name == "demo" and isinstance(every, int) and every > 1 and comm.get("exchange") == "dense":
         yield Fault("comm.exchange", "dense sends everything in every step; set sync_every: 1", f"sync_every: {every}")
     topk, chunk = (comm.get(key, CommSection.model_fields[key].default) for key in ("topk", "chunk"))
-    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2:
+    if isinstance(topk, int) and isinstance(chunk, int) and topk > chunk**2 > 0:
         yield Fault("comm.topk", f"must be at most chunk^2 = {chunk**2}, all there is in a block", str(topk))
     if optim.get("release_gradients") is True:
         problem = "steps each parameter before its gradient could be exchanged; leave one of both out"
@@ -452,7 +453,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
         ("tensor", TensorSection, "size_target", "changes shapes, which a joining replica could not take over"),
     ):
         section = get_section(content, name)
-        if _changed(section, model, key):
+        if section.get(key) is not None and _changed(section, model, key):
             yield Fault(f"{name}.{key}", f"{why}; leave it or comm.elastic out", str(section[key]))
     if get_section(content, "comm").get("exchange") == "dense":
         problem = "keeps a momentum that a joining replica would not have; leave one of both out"
@@ -461,7 +462,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
 
 def _check_local_steps(content: Content) -> Iterator[Fault]:
     comm, precision = (get_section(content, name) for name in ("comm", "precision"))
-    name = comm["name"]
+    name = default_method(comm)
     unused = (*_OF_DEMO, *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):

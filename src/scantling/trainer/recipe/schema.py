@@ -324,7 +324,7 @@ def method_defaults(name: str, chunk: int) -> dict[str, Any]:
 
 
 CHOSEN_BY_BUDGET = {"demo": ("topk",), "local_steps": ("topk", "sync_every"), "diloco": ("sync_every",)}
-"""Options that a budget of bytes chooses, by method; at least one of them must be left out."""
+"""Options that a budget of bytes chooses, by method."""
 
 
 _UNITS = {"budget": ("B/step", "2 MB/step"), "link": ("bit/s", "100 Mbit/s")}
@@ -358,6 +358,16 @@ def has_limit(comm: Mapping[str, Any]) -> bool:
 def default_method(comm: Mapping[str, Any]) -> Any:
     """Return `comm.name`: as given, or its default."""
     return comm.get("name", "local_steps" if has_limit(comm) else "allreduce")
+
+
+def chosen_by_budget(comm: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options that the budget or the link of a section `comm` chooses, unless they are given."""
+    name = default_method(comm)
+    if not has_limit(comm) or not isinstance(name, str):
+        return ()
+    if name == "local_steps" and comm.get("exchange") == "dense":
+        return ("sync_every",)
+    return CHOSEN_BY_BUDGET.get(name, ())
 
 
 class CommSection(Section):
@@ -398,7 +408,8 @@ class CommSection(Section):
     torchrun, with its own run directory, and finds the others through the lighthouse at `TORCHFT_LIGHTHOUSE`."""
     budget: Annotated[str, Field(pattern=_form("budget"))] | None = None
     """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses `topk` of demo,
-    `sync_every` of diloco, and of local steps both, or the one that is left out."""
+    `sync_every` of diloco, and of local steps both, or the one that is left out. What it chooses is null in a stored
+    recipe, and depends on the number of replicas."""
     link: Annotated[str, Field(pattern=_form("link"))] | None = None
     """Speed at which a process sends to other replicas, such as `100 Mbit/s`. A new run first measures its forward and
     backward passes, and sets `budget` so that sending takes `share` of their time."""
@@ -413,9 +424,12 @@ class CommSection(Section):
             return content
         name = default_method(content)
         chunk = content.get("chunk", cls.model_fields["chunk"].default)
-        defaults = {"name": name, **(method_defaults(name, chunk) if isinstance(chunk, int) else {})}
+        try:
+            defaults = method_defaults(name, int(chunk))
+        except (TypeError, ValueError):  # a fault, which is found later
+            defaults = {}
         if has_limit(content):
-            defaults |= dict.fromkeys(CHOSEN_BY_BUDGET.get(name, ()))
+            defaults |= {"name": name, **dict.fromkeys(chosen_by_budget(content))}
         return {**defaults, **content}
 
     @field_validator("budget", "link", mode="before")
