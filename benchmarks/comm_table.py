@@ -4,9 +4,10 @@
     python benchmarks/comm_table.py --times benchmarks/results/network-2-10mbit-*.json      one column per link
 
 The losses are lines of results/comm-quality.jsonl, at each method's best rate. Bytes and times come from the files of
-network.py, measured with the same model and batch. Differences are paired by seed, with 95 % intervals. The loss at
-equal time is a method's loss at the moment when the first method has done all its steps. It is read from the method's
-own curve, so from a run that has not ended and whose learning rate is still high.
+network.py, measured with the same model and batch; without such files bytes are computed. Differences are paired by
+seed, with 95 % intervals. The loss at equal time is a method's loss at the moment when the first method has done all
+its steps. It is read from the method's own curve, so from a run that has not ended and whose learning rate is still
+high.
 """
 
 from __future__ import annotations
@@ -69,15 +70,21 @@ def reached(runs: dict[int, Line], control: dict[int, Line]) -> str:
     return f"{middle:.0f}" if np.isfinite(middle) else "never"
 
 
-def loss_table(lines: quality.Lines, data: str) -> str:
-    """Return rates, losses and differences to AdamW under DDP, with two replicas and with more if such runs exist."""
+def loss_table(lines: quality.Lines, data: str, *, has_bytes: bool) -> str:
+    """Return rates, losses and differences to AdamW under DDP, with two replicas and with more if such runs exist.
+
+    Args:
+        lines: result lines of comm_quality.py.
+        data: the data set of the losses.
+        has_bytes: add the computed bytes per step.
+    """
     work = quality.WORKS[data]
     control = trained(lines, data, BASE, quality.REPLICAS)
     right = any("accuracy" in line for line in control.values())
     methods = quality.methods_for(data)
     others = {count: {method: trained(lines, data, method, count) for method in methods} for count in quality.ALSO}
     more = [count for count, found in others.items() if any(found.values())]
-    header = ["exchange", "rate", *(["kB per step", "× fewer than 16 bits"] if work.tunes_dense else [])]
+    header = ["exchange", "rate", *(["kB per step", "× fewer than 16 bits"] if has_bytes else [])]
     header += ["seeds", "held-out loss", "to AdamW", "steps to its loss"]
     header += ["% right"] if right else []
     header += [title for count in more for title in (f"{count} replicas: loss", "to AdamW")]
@@ -88,7 +95,7 @@ def loss_table(lines: quality.Lines, data: str) -> str:
         if rates is None or not runs:
             continue
         row = [method, ", ".join(f"{rate:g}" for rate in rates.values())]
-        if work.tunes_dense:
+        if has_bytes:
             line = next(iter(runs.values()))
             sent, dense = line["computed_bytes"], allreduce_wire_bytes(2 * line["num_parameters"], quality.REPLICAS)
             row += [f"{sent / 1e3:,.1f}", f"{dense / sent:.0f}"]
@@ -209,7 +216,7 @@ def main() -> int:
         print(times_table(list(read.values())))
         return 0
     lines = Ledger(options.results, Path(quality.__file__)).lines()
-    print(loss_table(lines, options.data))
+    print(loss_table(lines, options.data, has_bytes=not read))
     for table in (settings_table(lines, options.data), rates_table(lines, options.data)):
         if table:
             print(f"\n{table}")
