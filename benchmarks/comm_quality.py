@@ -34,12 +34,12 @@ The data sets, `--data`:
 
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
 the rates that are best with two; the result of AdamW under DDP is taken from two replicas, because it computes the
-same. The seeds of the long runs include that of the sweep. The length of a run is a multiple of the local steps, and
-evaluations are of the weights after the last exchange. `ours k192 h5 all_gather` takes five AdamW steps between
-exchanges, which send the signs of the 192 largest of 4,096 coefficients; `ours k144 h5 owner` sends 144 with the owner
-strategy. Bytes come from the formulas, which benchmarks/network.py checks against the counters of an interface.
-`bytes_over_the_run` includes the first 30 steps of PowerSGD, which average everything: a tenth of 300, as its
-documentation advises.
+same, except with batch normalization, which takes the statistics of each replica's part. The seeds of the long runs
+include that of the sweep. The length of a run is a multiple of the local steps, and evaluations are of the weights
+after the last exchange. `ours k192 h5 all_gather` takes five AdamW steps between exchanges, which send the signs of the
+192 largest of 4,096 coefficients; `ours k144 h5 owner` sends 144 with the owner strategy. Bytes come from the formulas,
+which benchmarks/network.py checks against the counters of an interface. `bytes_over_the_run` includes the first 30
+steps of PowerSGD, which average everything: a tenth of 300, as its documentation advises.
 
 In all methods but SGD, published DeMo and `ddp, one rate`, AdamW trains embeddings and vectors at the rate that is best
 for AdamW alone. This rate is swept first; afterwards only the rate of the matrices is swept. DeMo's AdamW has a

@@ -98,12 +98,13 @@ def loss_table(lines: quality.Lines, data: str, *, has_bytes: bool) -> str:
         if has_bytes:
             line = next(iter(runs.values()))
             sent, dense = line["computed_bytes"], allreduce_wire_bytes(2 * line["num_parameters"], quality.REPLICAS)
-            row += [f"{sent / 1e3:,.1f}", f"{dense / sent:.0f}"]
+            row += [f"{sent / 1e3:,.1f}", f"{dense / sent:.{0 if dense > 10.0 * sent else 1}f}"]
         row += [str(len(runs)), format_seeds(runs, "eval_loss"), difference(runs, control)]
         row += [f"{work.steps}" if runs is control else reached(runs, control)]
         row += [format_seeds(runs, "accuracy", ".1f", 100.0)] if right else []
-        for found in (others[count][method] for count in more):
-            row += [format_seeds(found, "eval_loss"), difference(found, control)]
+        for count in more:
+            found, dense = others[count][method], others[count][BASE] or control
+            row += [format_seeds(found, "eval_loss"), difference(found, dense)]
         rows.append(row)
     return markdown(header, rows)
 
