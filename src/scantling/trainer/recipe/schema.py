@@ -408,8 +408,8 @@ class CommSection(Section):
     torchrun, with its own run directory, and finds the others through the lighthouse at `TORCHFT_LIGHTHOUSE`."""
     budget: Annotated[str, Field(pattern=_form("budget"))] | None = None
     """Bytes that a process may send to other replicas per step, such as `2 MB/step`. It chooses `topk` of demo,
-    `sync_every` of diloco, and of local steps both, or the one that is left out. What it chooses is null in a stored
-    recipe, and depends on the number of replicas."""
+    `sync_every` of diloco, and of local steps both, or the one that is left out. Options that it chooses are null in a
+    stored recipe, and depend on the number of replicas."""
     link: Annotated[str, Field(pattern=_form("link"))] | None = None
     """Speed at which a process sends to other replicas, such as `100 Mbit/s`. A new run first measures its forward and
     backward passes, and sets `budget` so that sending takes `share` of their time."""
