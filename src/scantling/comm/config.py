@@ -171,9 +171,9 @@ def make_config(options: Mapping[str, Any]) -> ExchangeConfig:
     return ExchangeConfig(**options)
 
 
-def default_local_topk(chunk: int) -> int:
-    """Return the elements of a block of chunk x chunk to send after local steps by default: 960 of 4096."""
-    return max(1, 960 * chunk**2 // 4096)
+def local_step_defaults(chunk: int) -> ExchangeOptions:
+    """Return the defaults of the exchange after local steps: signs of 960 of 4096 elements of each block."""
+    return {"topk": max(1, 960 * chunk**2 // 4096), "values": "sign", "dense": "sign", "decay": 1.0}
 
 
 def check_option(name: str, value: Any) -> None:

@@ -297,10 +297,9 @@ def attach(
         raise UserError("sc.hf.attach: overlap sends gradients before the Trainer clips them; leave it out")
     # validate the options now
     outer_options: dict[str, Any] | None = None
+    probed = [torch.nn.Parameter(torch.zeros(1))]
     if local_steps is not None:
         outer_options = {"sync_every": local_steps, "outer_lr": outer_lr}
-    probed = [torch.nn.Parameter(torch.zeros(1))]
-    if outer_options is not None:
         OuterOptimizer(outer_exchange("sparseloco", probed, **options), **outer_options)
     else:
         MomentumExchange(probed, **options)

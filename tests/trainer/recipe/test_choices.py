@@ -29,7 +29,7 @@ def test_recipe_accepts_the_options_of_each_method(section: type[BaseModel], key
 
 def test_comm_section_has_every_option_of_the_exchange() -> None:
     fields = schema.CommSection.model_fields
-    chosen = {name: int | None for names in schema.CHOSEN_BY_BUDGET.values() for name in names}
+    chosen = dict.fromkeys(schema.BUDGET_OPTIONS, int | None)
     assert {name: fields[name].annotation for name in config.OPTIONS} == {**config.TYPES, **chosen}
     assert {name: fields[name].default for name in config.OPTIONS} == {
         name: option.default for name, option in config.OPTIONS.items()

@@ -326,7 +326,8 @@ def test_budget_alone_chooses_local_steps_and_their_elements(tmp_path: Path, pro
         plan(budget="100 B/step", sync_every=1)
     least, every, sent = plan(budget="8 B/step")
     assert least < usual
-    assert (every, sent) <= (1000, 8)
+    assert every == 1000
+    assert sent <= 8
     with pytest.raises(UserError, match=r"one element per block sends .*; raise the budget$"):
         plan(budget="0.01 B/step")
 

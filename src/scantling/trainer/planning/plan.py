@@ -243,7 +243,7 @@ def plan_run(run: ResolvedRun, *, may_trace: bool = True) -> Plan:
     # the order matters: the trace in plan_passes makes the model unusable
     notes = list(run.sizes.notes)
     model = planned_model(run, notes)
-    notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run), *note_on_budget(run)]
+    notes += [*_ranks_that_come_down(recipe, model), *_exchange_notes(run), *note_on_budget(run, model)]
     groups = param_groups(model, weight_decay=recipe.optim.weight_decay)
     roles = _by_role(groups)
     _, shards = recipe.parallel.mesh_shape(world_size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from scantling.errors import UserError
-from scantling.trainer.recipe.schema import CommSection, method_defaults
+from scantling.trainer.recipe.schema import BUDGET_OPTIONS, CommSection, method_defaults
 from scantling.trainer.reporting.format import format_bytes
 
 if TYPE_CHECKING:
@@ -119,11 +119,10 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
 
     comm, parallel, budget = run.recipe.comm, run.recipe.parallel, run.recipe.comm.budget_bytes
     topk = CommSection.model_fields["topk"].default
-    usual = {"topk": min(topk, comm.chunk**2), **method_defaults(comm.name, comm.chunk)}
+    defaults = {"topk": min(topk, comm.chunk**2), **method_defaults(comm.name, comm.chunk)}
     replicas, shards = parallel.mesh_shape(run.world_size)
     if replicas == 1 or budget is None:  # nothing is sent, or the link has not been measured
-        free = [key for key in ("topk", "sync_every") if getattr(comm, key) is None]
-        return comm.model_copy(update={key: usual[key] for key in free})
+        return comm.model_copy(update={key: defaults[key] for key in _free_options(comm)})
     model = planned_model(run, [])
     parts = shard_groups(model, parallel) if shards > 1 else []
     groups = local_groups(param_groups(model), {id(param) for part in parts for param in part.params}, shards)
@@ -132,7 +131,7 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     def planned_bytes(section: CommSection) -> float:
         return _bytes_per_step(section, _meta_exchange(section, model, local), replicas)
 
-    return _BudgetFit(comm, budget, usual, planned_bytes).choose()
+    return _BudgetFit(comm, budget, defaults, planned_bytes).choose()
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,13 @@ class _BudgetFit:
     Attributes:
         comm: section with options that are None.
         budget: bytes per step.
-        usual: defaults of these options.
+        defaults: of these options.
         planned_bytes: bytes per step of a section without None.
     """
 
     comm: CommSection
     budget: float
-    usual: Mapping[str, int]
+    defaults: Mapping[str, int]
     planned_bytes: Callable[[CommSection], float]
 
     def choose(self) -> CommSection:
@@ -167,13 +166,13 @@ class _BudgetFit:
         if every is not None:
             return self._most_elements(every)
         if topk is None:
-            usual, most = self.usual["topk"], self.usual["sync_every"]
-            for_usual, for_whole = self._steps_between(usual), self._steps_between(whole)
-            if for_usual <= most < for_whole:
+            part, most = self.defaults["topk"], self.defaults["sync_every"]
+            for_part, for_whole = self._steps_between(part), self._steps_between(whole)
+            if for_part <= most < for_whole:
                 return self._most_elements(most)
-            if min(for_usual, for_whole) > MOST_LOCAL_STEPS:
+            if min(for_part, for_whole) > MOST_LOCAL_STEPS:
                 return self._most_elements(MOST_LOCAL_STEPS)
-            topk = whole if for_whole <= max(most, for_usual) else usual
+            topk = whole if for_whole <= max(most, for_part) else part
         every = self._steps_between(topk)
         if every > MOST_LOCAL_STEPS:
             sent = format_bytes(self.planned_bytes(self._with(topk, 1)))
@@ -222,30 +221,33 @@ class _BudgetFit:
         raise UserError(f"comm.budget: {problem}; {', or '.join(every)}")
 
 
-def _gradient_traffic(run: ResolvedRun) -> int | None:
-    """Return the bytes that a process would send per step to average gradients; None without other replicas."""
+def _free_options(comm: CommSection) -> list[str]:
+    """Return the options that a section leaves to its budget."""
+    return [option for option in BUDGET_OPTIONS if getattr(comm, option) is None]
+
+
+def note_on_budget(run: ResolvedRun, model: Any) -> list[str]:
+    """Return notes on the choice that the budget or the link of a run makes.
+
+    Args:
+        run: the run.
+        model: on the meta device.
+    """
     from scantling.comm import allreduce_wire_bytes
-    from scantling.trainer.planning.planned_model import planned_model
 
-    replicas, shards = run.recipe.parallel.mesh_shape(run.world_size)
-    if replicas == 1:
-        return None
-    gradients = sum(p.nbytes for p in planned_model(run, []).parameters() if p.requires_grad)
-    return allreduce_wire_bytes(gradients // shards, replicas)
-
-
-def note_on_budget(run: ResolvedRun) -> list[str]:
-    """Return a note on the choice that the budget or the link of a run makes."""
-    if run.recipe.comm.link is not None:
+    comm, steps = run.recipe.comm, run.recipe.train.steps
+    if comm.link is not None:
         return ["comm.link: a run measures its passes first and then chooses; this plan does not"]
-    if run.recipe.comm.budget is None:
+    if comm.budget_bytes is None:
         return []
-    comm, chosen, steps = run.recipe.comm, chosen_comm(run), run.recipe.train.steps
-    free = [key for key in ("topk", "sync_every") if getattr(comm, key) is None]
-    choice = ", ".join(f"{key}: {getattr(chosen, key)}" for key in free)
+    chosen, free = chosen_comm(run), _free_options(comm)
+    choice = ", ".join(f"{option}: {getattr(chosen, option)}" for option in free)
     notes = [f"comm.budget: {comm.budget} allows {choice} (comm.name: {comm.name})"]
-    if (dense := _gradient_traffic(run)) is not None and dense <= (comm.budget_bytes or 0.0):
-        sent = format_bytes(dense)
+    replicas, shards = run.recipe.parallel.mesh_shape(run.world_size)
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) // shards
+    averaging = allreduce_wire_bytes(gradients, replicas)
+    if replicas > 1 and averaging <= comm.budget_bytes:
+        sent = format_bytes(averaging)
         notes.append(f"comm.budget: averaging all gradients sends {sent} per step, which it allows too; leave comm out")
     if "sync_every" in free and (chosen.sync_every or 1) > steps:
         notes.append(f"comm.budget: a run of {steps} steps still exchanges once, at its end, and sends more")

@@ -16,6 +16,7 @@ from scantling.comm.config import SELECTION_OPTIONS
 from scantling.errors import Fault, UserError, did_you_mean, shorten
 from scantling.trainer.recipe.parsing import get_section
 from scantling.trainer.recipe.schema import (
+    BUDGET_OPTIONS,
     CLICK_SOURCES,
     DIGITS,
     IMAGE_SOURCES,
@@ -32,7 +33,8 @@ from scantling.trainer.recipe.schema import (
     TrainSection,
     adapt_steps,
     chosen_by_budget,
-    default_method,
+    given_limits,
+    method_of,
 )
 
 Content = Mapping[str, Any]
@@ -380,7 +382,7 @@ _USERS = {
 
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (get_section(content, name) for name in ("comm", "optim", "train", "precision"))
-    name = default_method(comm)
+    name = method_of(comm)
     if name == "allreduce":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
@@ -405,12 +407,11 @@ def _check_comm(content: Content) -> Iterator[Fault]:
             yield Fault("comm.overlap", problem, f"train.clip: {clip}")
     elif _changed(comm, CommSection, "bucket_mb"):
         yield Fault("comm.bucket_mb", "has an effect with comm.name: allreduce, or with comm.overlap")
-    limits = [key for key in ("budget", "link") if comm.get(key) is not None]
-    chosen = chosen_by_budget(comm)
-    for option in ("topk", "sync_every"):
+    limits, chosen = given_limits(comm), chosen_by_budget(comm)
+    for option in BUDGET_OPTIONS:
         if option in comm and comm[option] is None and option not in chosen:
-            usual = CommSection.model_validate({"name": name}).model_dump()[option]
-            yield Fault(f"comm.{option}", f"must be a number, such as {usual}; null is for a budget that chooses it")
+            default = getattr(CommSection(name=name), option)
+            yield Fault(f"comm.{option}", f"must be a number, such as {default}; null is for a budget that chooses it")
     for key in limits:
         if chosen and all(comm.get(option) is not None for option in chosen):
             yield Fault(f"comm.{chosen[-1]}", f"is chosen by comm.{key}; leave one of both out", str(comm[chosen[-1]]))
@@ -462,7 +463,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
 
 def _check_local_steps(content: Content) -> Iterator[Fault]:
     comm, precision = (get_section(content, name) for name in ("comm", "precision"))
-    name = default_method(comm)
+    name = method_of(comm)
     unused = (*_OF_DEMO, *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values, default_local_topk
+from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values, local_step_defaults
 from scantling.errors import UserError
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
@@ -317,16 +317,14 @@ def _demo_option(name: str) -> Any:
 def method_defaults(name: str, chunk: int) -> dict[str, Any]:
     """Return the defaults of a method of `comm` that differ from those of the fields; see `sparseloco` and `diloco`."""
     if name == "local_steps":
-        return {"sync_every": 20, "topk": default_local_topk(chunk), "values": "sign", "dense": "sign", "decay": 1.0}
+        return {"sync_every": 20, **local_step_defaults(chunk)}
     if name == "diloco":
         return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
     return {}
 
 
-CHOSEN_BY_BUDGET = {"demo": ("topk",), "local_steps": ("topk", "sync_every"), "diloco": ("sync_every",)}
-"""Options that a budget of bytes chooses, by method."""
-
-
+BUDGET_OPTIONS = ("topk", "sync_every")
+"""Options of `comm` that may be None, so that a budget of bytes chooses them."""
 _UNITS = {"budget": ("B/step", "2 MB/step"), "link": ("bit/s", "100 Mbit/s")}
 """Unit and example of the keys of `comm` that have one."""
 
@@ -350,24 +348,24 @@ def _number(text: object, key: str) -> float:
     return number
 
 
-def has_limit(comm: Mapping[str, Any]) -> bool:
-    """Return True if the section `comm` of a recipe has a budget or a link, which chooses options."""
-    return comm.get("budget") is not None or comm.get("link") is not None
+def given_limits(comm: Mapping[str, Any]) -> list[str]:
+    """Return which of `budget` and `link`, which choose options, are given in a section `comm`."""
+    return [key for key in ("budget", "link") if comm.get(key) is not None]
 
 
-def default_method(comm: Mapping[str, Any]) -> Any:
-    """Return `comm.name`: as given, or its default."""
-    return comm.get("name", "local_steps" if has_limit(comm) else "allreduce")
+def method_of(comm: Mapping[str, Any]) -> Any:
+    """Return `comm.name` as given, or its default."""
+    return comm.get("name", "local_steps" if given_limits(comm) else "allreduce")
 
 
 def chosen_by_budget(comm: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the options that the budget or the link of a section `comm` chooses, unless they are given."""
-    name = default_method(comm)
-    if not has_limit(comm) or not isinstance(name, str):
+    name = method_of(comm)
+    if not given_limits(comm):
         return ()
-    if name == "local_steps" and comm.get("exchange") == "dense":
-        return ("sync_every",)
-    return CHOSEN_BY_BUDGET.get(name, ())
+    if name == "local_steps":
+        return ("sync_every",) if comm.get("exchange") == "dense" else BUDGET_OPTIONS
+    return ("topk",) if name == "demo" else ("sync_every",) if name == "diloco" else ()
 
 
 class CommSection(Section):
@@ -422,13 +420,13 @@ class CommSection(Section):
         """Fill in the defaults of a method, so that a stored recipe has them as values."""
         if not isinstance(content, Mapping):
             return content
-        name = default_method(content)
+        name = method_of(content)
         chunk = content.get("chunk", cls.model_fields["chunk"].default)
         try:
             defaults = method_defaults(name, int(chunk))
         except (TypeError, ValueError):  # a fault, which is found later
             defaults = {}
-        if has_limit(content):
+        if given_limits(content):
             defaults |= {"name": name, **dict.fromkeys(chosen_by_budget(content))}
         return {**defaults, **content}
 
