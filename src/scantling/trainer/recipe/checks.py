@@ -34,7 +34,7 @@ from scantling.trainer.recipe.schema import (
     adapt_steps,
     chosen_by_budget,
     given_limits,
-    method_of,
+    method_name,
 )
 
 Content = Mapping[str, Any]
@@ -382,7 +382,7 @@ _USERS = {
 
 def _check_comm(content: Content) -> Iterator[Fault]:
     comm, optim, train, precision = (get_section(content, name) for name in ("comm", "optim", "train", "precision"))
-    name = method_of(comm)
+    name = method_name(comm)
     if name == "allreduce":
         of_allreduce = ("name", "bucket_mb", "find_unused_parameters", "timeout")
         for key in CommSection.model_fields:
@@ -463,7 +463,7 @@ def _check_elastic(content: Content) -> Iterator[Fault]:
 
 def _check_local_steps(content: Content) -> Iterator[Fault]:
     comm, precision = (get_section(content, name) for name in ("comm", "precision"))
-    name = method_of(comm)
+    name = method_name(comm)
     unused = (*_OF_DEMO, *(SELECTION_OPTIONS if name == "diloco" else ()))
     for key in unused:
         if _changed(comm, CommSection, key):

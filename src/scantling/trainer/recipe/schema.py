@@ -353,14 +353,14 @@ def given_limits(comm: Mapping[str, Any]) -> list[str]:
     return [key for key in ("budget", "link") if comm.get(key) is not None]
 
 
-def method_of(comm: Mapping[str, Any]) -> Any:
+def method_name(comm: Mapping[str, Any]) -> Any:
     """Return `comm.name` as given, or its default."""
     return comm.get("name", "local_steps" if given_limits(comm) else "allreduce")
 
 
 def chosen_by_budget(comm: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the options that the budget or the link of a section `comm` chooses, unless they are given."""
-    name = method_of(comm)
+    name = method_name(comm)
     if not given_limits(comm):
         return ()
     if name == "local_steps":
@@ -420,7 +420,7 @@ class CommSection(Section):
         """Fill in the defaults of a method, so that a stored recipe has them as values."""
         if not isinstance(content, Mapping):
             return content
-        name = method_of(content)
+        name = method_name(content)
         chunk = content.get("chunk", cls.model_fields["chunk"].default)
         try:
             defaults = method_defaults(name, int(chunk))
