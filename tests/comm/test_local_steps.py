@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import scantling as sc
 from scantling.comm import LocalSteps, diloco, sparseloco
 from scantling.comm.local_exchange import LocalStepsExchange
+from scantling.comm.local_steps import OuterOptimizer
 from scantling.errors import NonFiniteError, UserError
 from scantling.trainer.recipe.schema import CommSection
 from tests.comm.replicas import ThreadGroup, together
@@ -94,38 +95,30 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
     assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
 
 
-@pytest.mark.parametrize("shares", [[1, 1], [3, 1]])
+@pytest.mark.parametrize("shares", [[1, 1], [3, 1], [1, 1, 1, 1]])
 def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int]) -> None:
-    """The mean of the weights over the replicas is the same before an exchange and when the next round begins."""
+    """An exchange keeps the parameters that all moves lead to; a replica begins with its own part of the unsent ones."""
 
-    def work(replicas: ThreadGroup) -> list[list[Tensor]]:
+    def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
         options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "decay": 1.0, "topk": 256, "batch_shares": shares}
         made = make_optimizer(net, "sparseloco", replicas, sync_every=100, **options)
-        found = []
-
-        def note() -> None:
-            found.append([param.detach().clone() for param in net.parameters()])
-
         for start in (0, 3):  # in the second round there is a residual from the first
             train(net, made, replicas.rank, range(start, start + 3))
-            note()
+            reached = end_of_all_moves(made)
             made.synchronize()
-            note()
+            torch.testing.assert_close(end_of_all_moves(made), reached)
+            shared = [param.detach().clone() for param in made.exchange.residuals.params]
             made.begin_round()
-            note()
+            begun = [param.detach().clone() for param in made.exchange.residuals.params]
+            # all replicas together: their parts of the unsent moves are all of them
+            parts = [replicas.all_reduce_mean(own - p) * len(shares) for own, p in zip(begun, shared, strict=True)]
+            assert not all(map(torch.equal, begun, shared))
+            torch.testing.assert_close([p + part for p, part in zip(shared, parts, strict=True)], reached)
             made.begin_round()
-            assert all(map(torch.equal, found[-1], net.parameters()))
-        return found
+            assert all(map(torch.equal, begun, made.exchange.residuals.params))
 
-    ones, others = together(2, work)
-    first, second = (share / sum(shares) for share in shares)
-    for place in (0, 3):
-        before, shared, after = (list(zip(ones[place + n], others[place + n], strict=True)) for n in range(3))
-        assert all(torch.equal(*pair) for pair in shared)
-        assert not all(torch.equal(*pair) for pair in after)
-        for (one, other), (own, theirs) in zip(before, after, strict=True):
-            torch.testing.assert_close(first * own + second * theirs, first * one + second * other)
+    together(len(shares), work)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +224,7 @@ def test_saved_state_resumes_bitwise(kind: str) -> None:
 
 @pytest.mark.parametrize("after", ["exchange", "local step"])
 def test_other_shares_keep_the_weights_of_a_replica(after: str) -> None:
-    """Unsent moves then count by the new shares."""
+    """Moves since the last exchange then count by the new shares."""
 
     def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
@@ -246,17 +239,17 @@ def test_other_shares_keep_the_weights_of_a_replica(after: str) -> None:
         own = [param.detach().clone() for param in net.parameters()]
         second.load_state_dict(state)
         torch.testing.assert_close([*net.parameters()], own)
-        mean = mean_of_replicas(net, replicas, [0.75, 0.25])
+        reached = end_of_all_moves(second)
         second.synchronize()
         second.begin_round()
-        torch.testing.assert_close(mean_of_replicas(net, replicas, [0.75, 0.25]), mean)
+        torch.testing.assert_close(end_of_all_moves(second), reached)
 
     together(2, work)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: int) -> None:
-    """The mean of the weights of all replicas, by their shares of the batch, stays the same."""
+    """The parameters that all moves lead to, by the shares of the replicas, stay the same."""
     outer = {"sync_every": 4, "outer_lr": 1.0}
     options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "topk": 256}
 
@@ -280,9 +273,9 @@ def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: i
             exchange.finish_step(last=False)
         with exchange.common_weights():
             common = [param.detach().clone() for param in net.parameters()]
-        return mean_of_replicas(net, replicas, [0.75, 0.25]), common, exchange.state_dict()
+        return end_of_all_moves(exchange.outer), common, exchange.state_dict()
 
-    (mean, common, one), (_, _, other) = together(2, save)
+    (reached, common, one), (_, _, other) = together(2, save)
 
     def load(replicas: ThreadGroup) -> None:
         shares = [2, 1, 1][:processes]
@@ -292,18 +285,24 @@ def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: i
                 param.copy_(value)
         exchange.adopt_weights()
         exchange.load_state_dict(exchange.merge_states([one, other]))
+        torch.testing.assert_close(end_of_all_moves(exchange.outer), reached)
         exchange.outer.synchronize()
         exchange.begin_step()
-        after = mean_of_replicas(net, replicas, [share / sum(shares) for share in shares])
-        torch.testing.assert_close(after, mean)
+        torch.testing.assert_close(end_of_all_moves(exchange.outer), reached)
 
     together(processes, load)
 
 
-def mean_of_replicas(net: nn.Module, replicas: ThreadGroup, shares: list[float]) -> list[Tensor]:
-    """Return the mean of the parameters of all replicas by their shares."""
-    weight = len(shares) * shares[replicas.rank]
-    return [replicas.all_reduce_mean(param.detach() * weight) for param in net.parameters()]
+def end_of_all_moves(outer: OuterOptimizer) -> list[Tensor]:
+    """Return the common parameters after all moves of all replicas, sent or not: p0 - mean of residuals and moves."""
+    replicas, residuals = outer.exchange.replicas, outer.exchange.residuals
+    found = []
+    for param, p0 in zip(residuals.params, outer.anchors, strict=True):
+        residual = residuals.read(param)
+        begun = p0 - residual / replicas.world_size
+        moved = torch.zeros_like(p0) if outer.is_synchronized else (begun - param.detach()) * outer.weight
+        found.append(p0 - replicas.all_reduce_mean(residual + moved))
+    return found
 
 
 def test_bad_options() -> None:

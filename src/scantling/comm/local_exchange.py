@@ -193,18 +193,25 @@ class LocalStepsExchange(GradientExchange):
             "step": self.outer.exchange.step,
             "steps": self.outer.steps,
             "weight": self.outer.weight,
+            "num_replicas": self.outer.exchange.replicas.world_size,
         }
 
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the mean of the states of several replicas, and of their weights by their shares of the batch."""
-        weights = [float(state.get("weight", 1.0)) for state in states]
-        mean = sum(weights) / len(weights)
-        scaled = [
-            {key: value * (weight / mean) if key.startswith(_OWN) else value for key, value in state.items()}
-            for weight, state in zip(weights, states, strict=True)
-        ]
+        mean = sum(float(state["weight"]) for state in states) / len(states)
+
+        def moved(state: Mapping[str, Any], key: str) -> Tensor:
+            """Return a weight without the residual in it, by the share of its replica."""
+            value, residual = state[key].float(), state.get(key.removeprefix(_OWN))
+            if residual is not None:
+                value = value + self.outer.unsent_step(residual, num_replicas=state["num_replicas"])
+            return value * (state["weight"] / mean)
+
+        scaled = [{key: moved(state, key) if key.startswith(_OWN) else state[key] for key in state} for state in states]
         merged = super().merge_states(scaled)
-        merged.pop("weight", None)  # residuals are sums of weighted moves
+        for key in (key for key in merged if key.startswith(_OWN)):
+            if (residual := merged.get(key.removeprefix(_OWN))) is not None:
+                merged[key] -= self.outer.unsent_step(residual)
         return merged
 
     @torch.no_grad()
@@ -215,7 +222,6 @@ class LocalStepsExchange(GradientExchange):
         residuals = {name: value for name, value in tensors.items() if not name.startswith((_OWN, _OUTER, _ANCHOR))}
         exchange.load_local_state_dict({"world_size": None, "rank": None, "residuals": residuals})
         exchange.load_shared_state_dict({"step": state["step"], "pending": {}})
-        self.outer.weigh_residuals(state.get("weight"))
         self.outer.steps = int(state["steps"])
         self._keep_buffers()
         own = {name.removeprefix(_OWN): value for name, value in tensors.items() if name.startswith(_OWN)}

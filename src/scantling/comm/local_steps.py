@@ -1,21 +1,21 @@
 """Local optimizer steps between exchanges: DiLoCo and SparseLoCo.
 
-Every replica steps its own optimizer H times. Then, with p0 the common parameters, r the residual of a replica (its
-unsent moves), and p its parameters:
+Each of N replicas steps its own optimizer H times. Then, with p0 the common parameters, r the residual of a replica
+(its unsent moves), and p its parameters:
 
-    d   =  p0 - r - p                    pseudo-gradient of the H steps, different on each replica
+    d   =  p0 - r / N - p                pseudo-gradient of the H steps, different on each replica
     D   =  exchange(d)                   mean over replicas: dense, or of a few components; changes r
     p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
-    p   <-  p0 - r
+    p   <-  p0 - r / N
 
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
 largest components of each block, without a transform and without outer momentum. It begins each round at p0, and the
-residual, which decays except for embeddings, waits outside of the weights. Here a replica keeps its residual in its
-weights (`keep_unsent`): its own steps take effect at once, and only the other replicas wait for them. With outer_lr=1
-and no decay, the mean of the weights over the replicas moves by the mean of all local steps.
+residual, which decays except for embeddings, waits outside of the weights. Here a replica keeps r / N in its weights
+(`keep_unsent`). That is the step which p0 will take once the whole residual is sent: the mean over the replicas divides
+it by N. So only the other replicas wait for the moves of a replica. This assumes outer_lr=1 and no decay.
 
-Weights in bf16 begin each round as p0 - r rounded to bf16, and d is their distance from there: p0 itself stays in fp32,
-so that no outer step is too small for it.
+Weights in bf16 begin each round as p0 - r / N rounded to bf16, and d is their distance from there: p0 itself stays in
+fp32, so that no outer step is too small for it.
 
 Replicas may have different processors and numbers of threads, unless a transform is exchanged: the mean and the outer
 step are single multiplications and additions of each element, which all processors round the same way.
@@ -57,8 +57,8 @@ class OuterOptimizer:
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
         batch_shares: relative numbers of tokens that the replicas train on, by which their pseudo-gradients are
             weighted; equal by default.
-        keep_unsent: True to begin each round with the residual of this replica in its parameters; False to begin it
-            with the common parameters, as published.
+        keep_unsent: True to begin each round with the residual of this replica, divided by the number of replicas, in
+            its parameters; False to begin it with the common parameters, as published.
 
     Attributes:
         anchors: the common parameters after the last exchange, local shards in the order of the exchange; of trained
@@ -148,9 +148,19 @@ class OuterOptimizer:
         """Return a parameter as this replica began the round."""
         param, anchor = self._params[idx], self.anchors[idx]
         if self._holds_residuals and param in self.exchange.residuals:
-            # sums of moves, which are times N by the share of the replica
-            anchor = anchor - self.exchange.residuals.read(param).to(anchor.dtype) / self.weight
+            anchor = anchor - self.unsent_step(self.exchange.residuals.read(param)).to(anchor.dtype)
         return anchor.to(param.dtype)
+
+    def unsent_step(self, residual: Tensor, *, num_replicas: int | None = None) -> Tensor:
+        """Return by how much the residual of one replica lowers its parameters before it is sent.
+
+        Args:
+            residual: of one parameter.
+            num_replicas: number of replicas that exchange; by default those of this exchange.
+        """
+        if not self._holds_residuals:
+            return torch.zeros_like(residual)
+        return residual / (num_replicas or self.exchange.replicas.world_size)
 
     @torch.no_grad()
     def advance(self, *, at_once: bool = False) -> bool:
@@ -269,19 +279,6 @@ class OuterOptimizer:
         for idx, anchor in anchors.items():
             self.anchors[idx] = anchor.to(self.anchors[idx].device, copy=True)
         self.adopt_parameters()
-
-    @torch.no_grad()
-    def weigh_residuals(self, saved: float | None) -> None:
-        """Scale loaded residuals so that they are the same moves of this replica by its new share of the batch.
-
-        Args:
-            saved: `weight` of this replica when they were saved; None for no change.
-        """
-        if saved is None or saved == self.weight or not self._holds_residuals:
-            return
-        residuals = self.exchange.residuals
-        scaled = {name: value * (self.weight / saved) for name, value in residuals.state_dict().items()}
-        residuals.load_state_dict(scaled)
 
     def transfer_state(self, other: OuterOptimizer) -> None:
         """Continue from another one, whose parameters may have been sliced or removed since.
@@ -406,7 +403,6 @@ class LocalSteps(OuterOptimizer):
             "exchange": self.exchange.state_dict(),
             "anchors": [anchor.clone() for anchor in self.anchors],
             "steps": self.steps,
-            "weight": self.weight,
             "parameters": self._own_parameters(),
         }
 
@@ -430,7 +426,6 @@ class LocalSteps(OuterOptimizer):
             idx: momentum.to(self.anchors[idx], copy=True) for idx, momentum in state_dict["momenta"].items()
         }
         self.exchange.load_state_dict(state_dict["exchange"])
-        self.weigh_residuals(state_dict.get("weight"))
         self.anchors = [
             saved.to(anchor.device, copy=True)
             for anchor, saved in zip(self.anchors, state_dict["anchors"], strict=True)

@@ -246,7 +246,8 @@ def load_exchange(
     if not any(values.values()):
         return {}
     # as many replicas: the state of this one; otherwise the mean over all saved ones
-    ranks = range(len(values)) if len(values) != context.num_replicas else [context.replica]
+    same = len(values) == context.num_replicas
+    ranks = [context.replica] if same else range(len(values))
     by_rank = _rank_tensors("exchange", checkpoint, ranks, context, dict(model.named_parameters()))
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
@@ -258,7 +259,7 @@ def load_exchange(
         {**tensors, **{key: each for key, each in values[str(rank)].items() if key != "replica"}}
         for rank, tensors in (by_rank or {ranks[0]: {}}).items()
     ]
-    exchange.load_state_dict(saved[0] if len(saved) == 1 else exchange.merge_states(saved))
+    exchange.load_state_dict(saved[0] if same else exchange.merge_states(saved))
     own: dict[str, Any] = values[str(context.replica % len(values))].get("replica", {})
     return own
 
