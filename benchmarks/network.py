@@ -410,7 +410,7 @@ def main() -> int:
     )
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="of the line, emulated")
     parser.add_argument("--methods", nargs="+", help="default: all")
-    parser.add_argument("--preset", default="llama-10m", help="a model; novels or llama-10m-8k: of comm_quality.py")
+    parser.add_argument("--preset", default="llama-10m", help="llama-10m, vit-digits, or data of comm_quality.py")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="bf16", help="format of matrix products")

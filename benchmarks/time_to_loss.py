@@ -3,12 +3,13 @@
     python benchmarks/time_to_loss.py benchmarks/results/network-2-10mbit-*.json
     python benchmarks/time_to_loss.py --base "ddp fp16" benchmarks/results/network-2-10mbit-llama-10m-8k-*.json
 
-The losses by step come from `comm_quality.py --data llama-10m-long`, or `llama-10m-8k`. The step times come from
-`network.py`, measured with the same model and batch on a link. The time to a loss is the number of steps times the step
-time. DDP in 16 bits is taken to need as many steps as in 32 bits. There are two target losses: the final loss of AdamW
-under DDP, and 0.01 nats above it, because runs of one method differ by as much between seeds. Losses are means over the
-seeds for which a method has most runs. A method that does not reach the loss in as many steps may reach it in a longer
-run, whose learning rate decays later. Steps in which PowerSGD still averages everything take as long as those of DDP.
+The losses by step come from `comm_quality.py`: of the data `llama-10m-long` for the model `llama-10m`, else of the data
+that `network.py --preset` names. The step times come from `network.py`, measured with the same model and batch on a
+link. The time to a loss is the number of steps times the step time. DDP in 16 bits is taken to need as many steps as in
+32 bits. There are two target losses: the final loss of AdamW under DDP, and 0.01 nats above it, because runs of one
+method differ by as much between seeds. Losses are means over the seeds for which a method has most runs. A method that
+does not reach the loss in as many steps may reach it in a longer run, whose learning rate decays later. Steps in which
+PowerSGD still averages everything take as long as those of DDP.
 
 `bound` is the speed-up over DDP of an exchange that takes no time, at equal steps. It is computed from measured steps,
 and from the time of computing and then sending all gradients. The loss at equal time is each method's loss at the
@@ -31,8 +32,8 @@ from dated import RESULTS
 from network import step_seconds
 from resumable import Ledger, Line, spec_key, steps_to_reach
 
-DATA = {"llama-10m": "llama-10m-long", "llama-10m-8k": "llama-10m-8k"}
-"""Data sets of comm_quality.py, by the model of network.py."""
+OF_LLAMA = "llama-10m-long"
+"""Data of comm_quality.py for network.py's own model."""
 BASE, HALF = "ddp fp32", "ddp fp16"
 ALONE = "alone"
 TOLERANCE = 0.01
@@ -221,9 +222,9 @@ def main() -> int:
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     for path in options.links:
         link = json.loads(path.read_text(encoding="utf-8"))
-        data = DATA.get(link.get("preset"))
-        if data is None:
-            raise SystemExit(f"{path.name}: no runs of this model, {link.get('preset')}")
+        data = OF_LLAMA if link.get("preset") == "llama-10m" else link.get("preset")
+        if data not in quality.WORKS:
+            raise SystemExit(f"{path.name}: no runs of this model, {data}")
         work = quality.WORKS[data]
         told = tuple(link.get(key) for key in ("batch", "length", "compute", "replicas", "with_times"))
         trained_on = (work.batch // quality.REPLICAS, work.data["seq_len"], work.compute, quality.REPLICAS)
