@@ -97,7 +97,7 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
 
 @pytest.mark.parametrize("shares", [[1, 1], [3, 1], [1, 1, 1, 1]])
 def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int]) -> None:
-    """An exchange keeps the parameters that all moves lead to; a replica begins with its own part of the unsent ones."""
+    """An exchange keeps the parameters that all moves lead to; a replica begins with its part of the unsent ones."""
 
     def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
