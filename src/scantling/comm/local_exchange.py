@@ -202,10 +202,11 @@ class LocalStepsExchange(GradientExchange):
 
         def moved(state: Mapping[str, Any], key: str) -> Tensor:
             """Return a weight without the residual in it, by the share of its replica."""
-            value, residual = state[key].float(), state.get(key.removeprefix(_OWN))
+            value: Tensor = state[key].float()
+            residual = state.get(key.removeprefix(_OWN))
             if residual is not None:
                 value = value + self.outer.unsent_step(residual, num_replicas=state["num_replicas"])
-            return value * (state["weight"] / mean)
+            return value * (float(state["weight"]) / mean)
 
         scaled = [{key: moved(state, key) if key.startswith(_OWN) else state[key] for key in state} for state in states]
         merged = super().merge_states(scaled)
