@@ -251,9 +251,10 @@ def load_exchange(
     by_rank = _rank_tensors("exchange", checkpoint, ranks, context, dict(model.named_parameters()))
     if lost := [rank for rank in ranks if rank not in by_rank]:
         logger.warning(
-            "%s: no folder of this run has the residuals of ranks %s; continuing with the mean of the others",
+            "%s: no folder of this run has the residuals of ranks %s; continuing %s",
             checkpoint.path,
             ", ".join(map(str, lost)),
+            "with the mean of the others" if by_rank else "without residuals",
         )
     saved = [
         {**tensors, **{key: each for key, each in values[str(rank)].items() if key != "replica"}}
