@@ -62,12 +62,13 @@ def residuals(made: MomentumExchange, params: list[nn.Parameter]) -> list[Tensor
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("strategy", ["all_gather", "owner"])
 @pytest.mark.parametrize("values", get_args(Values))
-def test_error_feedback_loses_nothing(size: int, strategy: str, values: str) -> None:
+@pytest.mark.parametrize("topk", [8, 256])
+def test_error_feedback_loses_nothing(size: int, strategy: str, values: str, topk: int) -> None:
     """Without decay, the mean gradient over replicas, summed over steps, equals the applied updates plus residuals."""
 
     def work(replicas: ThreadGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params = make_params()
-        made = make_exchange(replicas, params, decay=1.0, values=values, dense=values, exchange=strategy)
+        made = make_exchange(replicas, params, decay=1.0, topk=topk, values=values, dense=values, exchange=strategy)
         given = [torch.zeros_like(param) for param in params]
         applied = [torch.zeros_like(param) for param in params]
         for step in range(4):

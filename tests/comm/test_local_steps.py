@@ -95,14 +95,14 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
     assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
 
 
-@pytest.mark.parametrize("shares", [[1, 1], [3, 1], [1, 1, 1, 1]])
-def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int]) -> None:
+@pytest.mark.parametrize(("shares", "outer_lr"), [([1, 1], 1.0), ([3, 1], 1.0), ([1, 1, 1, 1], 1.3)])
+def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int], outer_lr: float) -> None:
     """An exchange keeps the parameters that all moves lead to; a replica begins with its part of the unsent ones."""
 
     def work(replicas: ThreadGroup) -> None:
         net = copy.deepcopy(START)
         options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "decay": 1.0, "topk": 256, "batch_shares": shares}
-        made = make_optimizer(net, "sparseloco", replicas, sync_every=100, **options)
+        made = make_optimizer(net, "sparseloco", replicas, sync_every=100, outer_lr=outer_lr, **options)
         for start in (0, 3):  # in the second round there is a residual from the first
             train(net, made, replicas.rank, range(start, start + 3))
             reached = end_of_all_moves(made)
@@ -250,7 +250,7 @@ def test_other_shares_keep_the_weights_of_a_replica(after: str) -> None:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: int) -> None:
     """The parameters that all moves lead to, by the shares of the replicas, stay the same."""
-    outer = {"sync_every": 4, "outer_lr": 1.0}
+    outer = {"sync_every": 4, "outer_lr": 1.3}
     options: dict[str, Any] = {"values": "fp32", "dense": "fp32", "topk": 256}
 
     def make(replicas: ThreadGroup, shares: list[int]) -> tuple[nn.Module, LocalStepsExchange]:
@@ -294,14 +294,14 @@ def test_other_number_of_replicas_continues_from_the_mean_by_shares(processes: i
 
 
 def end_of_all_moves(outer: OuterOptimizer) -> list[Tensor]:
-    """Return the common parameters after all moves of all replicas, sent or not: p0 - mean of residuals and moves."""
+    """Return the common parameters after all moves of all replicas, sent or not."""
     replicas, residuals = outer.exchange.replicas, outer.exchange.residuals
     found = []
     for param, p0 in zip(residuals.params, outer.anchors, strict=True):
         residual = residuals.read(param)
-        begun = p0 - residual / replicas.world_size
+        begun = p0 - outer.outer_lr * residual / replicas.world_size
         moved = torch.zeros_like(p0) if outer.is_synchronized else (begun - param.detach()) * outer.weight
-        found.append(p0 - replicas.all_reduce_mean(residual + moved))
+        found.append(p0 - outer.outer_lr * replicas.all_reduce_mean(residual + moved))
     return found
 
 

@@ -195,8 +195,12 @@ def cheapest_strategy(block_groups: Sequence[BlockGroup], world_size: int) -> St
 
 
 def _reply_codec(codec: TopKCodec) -> TopKCodec:
-    """Return the codec of the owner's reply. One bit is too coarse for a mean, so sign becomes int4."""
-    return replace(codec, values="int4") if codec.values == "sign" else codec
+    """Return the codec of the owner's reply.
+
+    One bit is too coarse for the largest elements of a mean, so their signs become int4. Signs of all elements stay
+    signs: the error of each goes into the residual of the owner.
+    """
+    return replace(codec, values="int4") if codec.values == "sign" and not codec.is_dense else codec
 
 
 def _blocks_per_owner(block_group: BlockGroup, world_size: int) -> int:

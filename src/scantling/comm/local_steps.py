@@ -3,19 +3,19 @@
 Each of N replicas steps its own optimizer H times. Then, with p0 the common parameters, r the residual of a replica
 (its unsent moves), and p its parameters:
 
-    d   =  p0 - r / N - p                pseudo-gradient of the H steps, different on each replica
+    d   =  p0 - outer_lr r / N - p       pseudo-gradient of the H steps, different on each replica
     D   =  exchange(d)                   mean over replicas: dense, or of a few components; changes r
     p0  <-  outer step with D            SGD, for DiLoCo with Nesterov momentum
-    p   <-  p0 - r / N
+    p   <-  p0 - outer_lr r / N
 
 DiLoCo (Douillard et al., arXiv 2311.08105) exchanges everything; SparseLoCo (Sarfi et al., arXiv 2508.15706) the
 largest components of each block, without a transform and without outer momentum. It begins each round at p0, and the
-residual, which decays except for embeddings, waits outside of the weights. Here a replica keeps r / N in its weights
-(`keep_unsent`). That is the step which p0 will take once the whole residual is sent: the mean over the replicas divides
-it by N. So only the other replicas wait for the moves of a replica. This assumes outer_lr=1 and no decay.
+residual, which decays except for embeddings, waits outside of the weights. Here a replica keeps outer_lr r / N in its
+weights (`keep_unsent`). That is the step which p0 will take once the whole residual is sent, if it does not decay: the
+mean over the replicas divides it by N. So only the other replicas wait for the moves of a replica.
 
-Weights in bf16 begin each round as p0 - r / N rounded to bf16, and d is their distance from there: p0 itself stays in
-fp32, so that no outer step is too small for it.
+Weights in bf16 begin each round as p0 - outer_lr r / N rounded to bf16, and d is their distance from there: p0 itself
+stays in fp32, so that no outer step is too small for it.
 
 Replicas may have different processors and numbers of threads, unless a transform is exchanged: the mean and the outer
 step are single multiplications and additions of each element, which all processors round the same way.
@@ -57,8 +57,8 @@ class OuterOptimizer:
         outer_lr, outer_momentum: of the outer SGD with Nesterov momentum.
         batch_shares: relative numbers of tokens that the replicas train on, by which their pseudo-gradients are
             weighted; equal by default.
-        keep_unsent: True to begin each round with the residual of this replica, divided by the number of replicas, in
-            its parameters; False to begin it with the common parameters, as published.
+        keep_unsent: True to begin each round with the outer step of this replica's residual, divided by the number of
+            replicas, in its parameters; False to begin it with the common parameters, as published.
 
     Attributes:
         anchors: the common parameters after the last exchange, local shards in the order of the exchange; of trained
@@ -160,7 +160,7 @@ class OuterOptimizer:
         """
         if not self._holds_residuals:
             return torch.zeros_like(residual)
-        return residual / (num_replicas or self.exchange.replicas.world_size)
+        return residual * (self.outer_lr / (num_replicas or self.exchange.replicas.world_size))
 
     @torch.no_grad()
     def advance(self, *, at_once: bool = False) -> bool:
