@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comm_methods import KEPT_TOPK, LOCAL_TOPK, channels
+from comm_methods import KEPT_TOPK, LOCAL_TOPK, SIGNS_EVERY, channels
 from dated import dated, write
 from optim_gpu import SIZES
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 LOCAL = {"values": "sign", "dense": "sign"}
 LOCAL_STEPS = {
     f"{every} local steps, topk {topk}, signs": (every, topk)
-    for every, topk in ((5, LOCAL_TOPK["all_gather"]), *KEPT_TOPK.items(), (20, 4096))
+    for every, topk in ((5, LOCAL_TOPK["all_gather"]), *KEPT_TOPK.items(), (20, 4096), (SIGNS_EVERY, 4096))
 }
 """Steps between exchanges and coefficients, by name."""
 

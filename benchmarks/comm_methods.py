@@ -32,6 +32,8 @@ LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3, "keep_unsent": Fals
 """Settings of the sparse exchange after AdamW steps, whose rounds begin with the common weights, as published."""
 KEPT = {"values": "sign", "dense": "sign", "outer_lr": 1.0, "decay": 1.0, "keep_unsent": True}
 """The same with the residual of a replica in its weights."""
+SIGNS_EVERY = 15
+"""Steps between exchanges of the signs of all elements: the default of local steps."""
 LOCAL_TOPK = {"all_gather": 192, "owner": 144}
 """Elements of 4,096 after five steps, 200 times below 16-bit gradients for two replicas, and for any number."""
 KEPT_TOPK = {5: 176, 20: 960, 40: 4096}
@@ -395,6 +397,10 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
         )
         for every, topk in KEPT_TOPK.items()
         for name, optimizer in (("kept", adamw), ("muon", muon))
+    },
+    **{
+        f"ours {name} h{SIGNS_EVERY}": partial(local_steps, make=sparseloco, every=SIGNS_EVERY, optimizer=optimizer)
+        for name, optimizer in (("adamw", adamw), ("muon", muon))
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},
     "demo paper k32 decay 0.95": partial(demo, compat="paper", topk=32, decay=0.95),

@@ -81,6 +81,8 @@ KEPT, SELDOM, RARE = "ours kept k176 h5", "ours kept k960 h20", "ours kept k4096
 """Methods whose replicas keep the residual in their weights, with 5, 20 and 40 local steps; RARE sends all signs."""
 DDP_MUON, MUON = "ddp muon", "ours muon k960 h20"
 """Muon for matrices and AdamW for the rest: on averaged gradients, and in the local steps of SELDOM."""
+SIGNS, SIGNS_MUON = "ours adamw h15", "ours muon h15"
+"""Local steps with the library's defaults, which send the signs of all elements."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ WORKS["novels-8k"] = replace(
     data={**WORKS["novels"].data, "tokenizer": {"bpe": 8192}},
     steps=1000,
     dense_lr=32e-3,
-    methods=("ddp, one rate", "ddp fp32", DDP_MUON, LOCAL, KEPT, SELDOM, MUON, RARE, BETA1_0, OURS),
+    methods=("ddp, one rate", "ddp fp32", DDP_MUON, SIGNS, SIGNS_MUON, BETA1_0, OURS),
     seeds=range(1, 6),
     few_seeds=range(1, 6),
 )
@@ -167,8 +169,8 @@ WORKS["shapes-resnet"] = Work(
         "one bit, adamw",
         "diloco h30",
         LOCAL,
-        KEPT,
         SELDOM,
+        SIGNS,
         OURS,
         BETA1_0,
         "exchange k8, came beta1 0",
@@ -184,7 +186,7 @@ WORKS["shapes-vit"] = replace(
         "overrides": {"patch_size": 4, "hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4},
     },
     steps=1500,
-    methods=("ddp, one rate", "ddp fp32", SELDOM, MUON, BETA1_0),
+    methods=("ddp, one rate", "ddp fp32", SIGNS, SIGNS_MUON, BETA1_0),
     seeds=range(1, 4),
     few_seeds=range(1, 4),
 )
@@ -195,7 +197,8 @@ WORKS["llama-10m-long"] = replace(
         "ddp fp32",
         LOCAL,
         LOCAL_OWNER,
-        KEPT,
+        SIGNS,
+        SIGNS_MUON,
         BETA1_0,
         "exchange k8, came beta1 0",
         OURS,
@@ -216,7 +219,7 @@ WORKS["llama-10m-8k"] = replace(
     dense_lr=8e-3,
     model={"preset": "llama-10m", "overrides": {"tie_word_embeddings": False}},
     data={**WORKS["llama-10m"].data, "tokenizer": {"bpe": 8192}},
-    methods=("ddp, one rate", "ddp fp32", SELDOM, BETA1_0),
+    methods=("ddp, one rate", "ddp fp32", SIGNS, BETA1_0),
     few_seeds=range(5),
 )
 WORKS["llama-10m-8k-batch32"] = replace(
@@ -225,7 +228,7 @@ WORKS["llama-10m-8k-batch32"] = replace(
     steps=600,
     dense_lr=32e-3,
     grid=replace(GRID, start=3),
-    methods=("ddp, one rate", "ddp fp32", DDP_MUON, SELDOM, MUON),
+    methods=("ddp, one rate", "ddp fp32", DDP_MUON, SIGNS, SIGNS_MUON),
 )
 METHODS = (
     "ddp fp32",
@@ -255,6 +258,8 @@ METHODS = (
     SELDOM,
     MUON,
     RARE,
+    SIGNS,
+    SIGNS_MUON,
     *(f"exchange k8, {name}" for name in ("adamw", "adamw beta1 0", "came beta1 0")),
     "ours k8 muon",
 )

@@ -130,18 +130,18 @@ def test_rate_of_a_large_embedding_is_swept_after_that_of_matrices(capsys: pytes
     lines: dict[str, dict[str, Any]] = {}
 
     def add(worse: float, lr: int, **options: Any) -> None:
-        spec = quality.run_spec(data, quality.LOCAL, quality.RATES[lr], 0, **options)
+        spec = quality.run_spec(data, quality.SIGNS, quality.RATES[lr], 0, **options)
         assert spec["options"]["embeddings"] == "sparse gradients"
         lines[spec_key(spec)] = {**spec, "eval_loss": 5.0 + worse}
 
     for lr in (start - 1, start, start + 1):
         add(abs(lr - start) / 10, lr)
-    assert quality.best_rate(lines, data, quality.LOCAL) == quality.RATES[start]
-    assert quality.best_rates(lines, data, quality.LOCAL) is None
+    assert quality.best_rate(lines, data, quality.SIGNS) == quality.RATES[start]
+    assert quality.best_rates(lines, data, quality.SIGNS) is None
     for dense in (start - 1, start + 1, start + 2):
         add(-0.1 + abs(dense - start - 1) / 5, start, dense_lr=quality.RATES[dense])
     best = {"lr": quality.RATES[start], "dense_lr": quality.RATES[start + 1]}
-    assert quality.best_rates(lines, data, quality.LOCAL) == best
+    assert quality.best_rates(lines, data, quality.SIGNS) == best
     quality.report(lines, data)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "rate of embeddings" in line]
     assert "4.9000" in row
@@ -278,6 +278,7 @@ def test_step_time_with_few_exchanges_is_the_mean() -> None:
     local = {"ours k192 h5 all_gather": 5, "ours k144 h5 owner": 5}
     for name in ("kept", "muon"):
         local |= {f"ours {name} k176 h5": 5, f"ours {name} k960 h20": 20, f"ours {name} k4096 h40": 40}
+    local |= {"ours adamw h15": 15, "ours muon h15": 15}
     assert every == {"diloco h30": 30, "diloco h100": 100, "sparseloco h30": 30, **local}
     assert [network.parse_mbit(rate) for rate in ("100mbit", "1gbit", "uncapped")] == [100.0, 1000.0, inf]
     assert [network.burst_bytes(rate) for rate in ("10mbit", "100mbit", "1gbit")] == [32768, 32768, 250000]

@@ -172,8 +172,8 @@ def make_config(options: Mapping[str, Any]) -> ExchangeConfig:
 
 
 def local_step_defaults(chunk: int) -> ExchangeOptions:
-    """Return the defaults of the exchange after local steps: signs of 960 of 4096 elements of each block."""
-    return {"topk": max(1, 960 * chunk**2 // 4096), "values": "sign", "dense": "sign", "decay": 1.0}
+    """Return the defaults of the exchange after local steps: signs of all elements, which need no indices."""
+    return {"topk": max(1, chunk**2), "values": "sign", "dense": "sign", "decay": 1.0}
 
 
 def check_option(name: str, value: Any) -> None:

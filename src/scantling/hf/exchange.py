@@ -275,7 +275,7 @@ def attach(
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=texts)  # doctest: +SKIP
         >>> sc.hf.attach(trainer, topk=8)  # doctest: +SKIP
-        >>> sc.hf.attach(trainer, local_steps=20)  # doctest: +SKIP
+        >>> sc.hf.attach(trainer, local_steps=15)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):

@@ -175,7 +175,7 @@ def muon(
 ) -> tuple[type[MuonFactory], dict[str, Any]]:
     """Return Muon for matrices of two dimensions and AdamW for the rest, for the Trainer.
 
-    A good inner optimizer for `attach(trainer, local_steps=20)` (arXiv 2505.23725). Its updates have the size of
+    A good inner optimizer for `attach(trainer, local_steps=15)` (arXiv 2505.23725). Its updates have the size of
     AdamW's (Liu et al., arXiv 2502.16982).
 
     Args:

@@ -206,7 +206,7 @@ def test_gradient_that_is_not_finite_is_left_out_on_its_replica(tmp_path: Path) 
         ({"comm": {"name": "allreduce", "budget": "2 kB/step"}}, "comm.budget: has an effect with comm.name: demo"),
         ({"comm": {"name": "demo", "topk": 32, "budget": "2 kB/step"}}, "comm.topk: is chosen by comm.budget"),
         ({"comm": {"name": "diloco", "sync_every": 1, "budget": "2 kB/step"}}, "comm.sync_every: is chosen by"),
-        ({"comm": {"name": "local_steps", "topk": None}}, "comm.topk: must be a number, such as 960; null is for a"),
+        ({"comm": {"name": "local_steps", "topk": None}}, "comm.topk: must be a number, such as 4096; null is for a"),
         ({"comm": {"name": ["demo"], "budget": "2 kB/step"}}, "comm.name: "),
         ({"comm": {"name": "local_steps", "chunk": 0}}, "recipe: 1 fault\n  - comm.chunk: "),
         (
@@ -243,10 +243,10 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str
 def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
     budget = {"budget": "2 kB/step"}
     for given, topk, every in (
-        ({"name": "local_steps"}, 960, 20),
-        ({"name": "local_steps", "chunk": 16}, 60, 20),
-        ({"name": "local_steps", "chunk": "16"}, 60, 20),
-        ({"name": "local_steps", "exchange": "dense", **budget}, 960, None),
+        ({"name": "local_steps"}, 4096, 15),
+        ({"name": "local_steps", "chunk": 16}, 256, 15),
+        ({"name": "local_steps", "chunk": "16"}, 256, 15),
+        ({"name": "local_steps", "exchange": "dense", **budget}, 4096, None),
         ({"name": "diloco"}, 32, 100),
         ({"name": "diloco", **budget}, 32, None),
         ({"name": "demo", **budget}, None, 1),
@@ -291,14 +291,14 @@ def test_budget_chooses_the_most_that_it_allows(tmp_path: Path) -> None:
         assert "averaging" not in note
         assert every == 1 or sent * every > budget * (every - 1)
     # nothing is sent by one process
-    assert "allows sync_every: 20 (" in planned("1 B/step", processes=1, **local)[1]
+    assert "allows sync_every: 15 (" in planned("1 B/step", processes=1, **local)[1]
     with pytest.raises(UserError, match=r"one element per block sends .* per step already.* local_steps"):
         planned("100 B/step", **demo)
 
 
 @pytest.mark.parametrize("processes", [2, 8])
-def test_budget_alone_chooses_local_steps_and_their_elements(tmp_path: Path, processes: int) -> None:
-    """More bytes first buy all elements, then fewer local steps; owners, who answer in 4 bits, favor a part."""
+def test_budget_alone_chooses_local_steps(tmp_path: Path, processes: int) -> None:
+    """All elements are sent, after fewer steps with more bytes; fewer elements only with the smallest budgets."""
 
     def plan(**comm: Any) -> tuple[int, int, int]:
         section = {"check_every": None, "chunk": 32, **comm}
@@ -309,24 +309,22 @@ def test_budget_alone_chooses_local_steps_and_their_elements(tmp_path: Path, pro
         topk, every = (comm.get(key) or chosen(note, key) for key in ("topk", "sync_every"))
         return topk, every, planned.wire_bytes
 
-    usual = 240
-    choices = []
-    for budget in (300, 1_000, 2_000, 3_000, 4_000, 6_000, 60_000):
+    found = []
+    for budget in (300, 1_000, 2_000, 4_000, 60_000):
         topk, every, sent = plan(budget=f"{budget} B/step")
+        assert topk == 1024
         assert sent <= budget
-        assert every == 20 or topk in (usual, 1024)
-        assert every >= 20 or topk == 1024
-        choices.append((-every, topk))
-    assert choices == sorted(choices)
-    assert len(set(choices)) > 4
-    assert processes == 2 or any(usual < topk < 1024 for _, topk in choices)
+        assert every == 1 or sent * every > budget * (every - 1)
+        found.append(every)
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == 5
     for given in ({"topk": 100}, {"sync_every": 7}):
         _, _, sent = plan(budget="2 kB/step", **given)
         assert 1_500 < sent <= 2_000
     with pytest.raises(UserError, match=r"one element per block sends .*; raise the budget, or raise comm.sync_every$"):
         plan(budget="100 B/step", sync_every=1)
     least, every, sent = plan(budget="8 B/step")
-    assert least < usual
+    assert least < 1024
     assert every == 1000
     assert sent <= 8
     with pytest.raises(UserError, match=r"one element per block sends .*; raise the budget$"):

@@ -118,10 +118,10 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     from scantling.trainer.planning.planned_model import planned_model
 
     comm, parallel, budget = run.recipe.comm, run.recipe.parallel, run.recipe.comm.budget_bytes
-    topk = CommSection.model_fields["topk"].default
-    defaults = {"topk": min(topk, comm.chunk**2), **method_defaults(comm.name, comm.chunk)}
     replicas, shards = parallel.mesh_shape(run.world_size)
     if replicas == 1 or budget is None:  # nothing is sent, or the link has not been measured
+        topk = min(CommSection.model_fields["topk"].default, comm.chunk**2)
+        defaults = {"topk": topk, **method_defaults(comm.name, comm.chunk)}
         return comm.model_copy(update={key: defaults[key] for key in _free_options(comm)})
     model = planned_model(run, [])
     parts = shard_groups(model, parallel) if shards > 1 else []
@@ -131,48 +131,39 @@ def _fit_comm(run: ResolvedRun) -> CommSection:
     def planned_bytes(section: CommSection) -> float:
         return _bytes_per_step(section, _meta_exchange(section, model, local), replicas)
 
-    return _BudgetFit(comm, budget, defaults, planned_bytes).choose()
+    return _BudgetFit(comm, budget, planned_bytes).choose()
 
 
 @dataclass(frozen=True)
 class _BudgetFit:
     """Choice of the options of an exchange that a section leaves to its budget.
 
-    Signs of all elements need no indices and send fewer bytes than those of a quarter, unless owners answer them.
-
     Attributes:
         comm: section with options that are None.
         budget: bytes per step.
-        defaults: of these options.
         planned_bytes: bytes per step of a section without None.
     """
 
     comm: CommSection
     budget: float
-    defaults: Mapping[str, int]
     planned_bytes: Callable[[CommSection], float]
 
     def choose(self) -> CommSection:
         """Return the section with all options.
 
-        If only one is free, take the largest `topk` or the smallest `sync_every`. If both are, take the default of
-        `sync_every` and the largest `topk` that fits; a smaller `sync_every` if everything fits; and a larger one if
-        not even the default of `topk` fits. Take a smaller `topk` only for MOST_LOCAL_STEPS.
+        If only one is free, take the largest `topk` or the smallest `sync_every`. If both are, send all elements after
+        as few steps as fit, and fewer elements only after MOST_LOCAL_STEPS.
 
         Raises:
             UserError: no choice sends so few bytes.
         """
-        topk, every, whole = self.comm.topk, self.comm.sync_every, self.comm.chunk**2
+        topk, every = self.comm.topk, self.comm.sync_every
         if every is not None:
             return self._most_elements(every)
         if topk is None:
-            part, most = self.defaults["topk"], self.defaults["sync_every"]
-            for_part, for_whole = self._steps_between(part), self._steps_between(whole)
-            if for_part <= most < for_whole:
-                return self._most_elements(most)
-            if min(for_part, for_whole) > MOST_LOCAL_STEPS:
+            topk = self.comm.chunk**2
+            if self._steps_between(topk) > MOST_LOCAL_STEPS:
                 return self._most_elements(MOST_LOCAL_STEPS)
-            topk = whole if for_whole <= max(most, for_part) else part
         every = self._steps_between(topk)
         if every > MOST_LOCAL_STEPS:
             sent = format_bytes(self.planned_bytes(self._with(topk, 1)))

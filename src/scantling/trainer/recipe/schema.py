@@ -317,7 +317,7 @@ def _demo_option(name: str) -> Any:
 def method_defaults(name: str, chunk: int) -> dict[str, Any]:
     """Return the defaults of a method of `comm` that differ from those of the fields; see `sparseloco` and `diloco`."""
     if name == "local_steps":
-        return {"sync_every": 20, **local_step_defaults(chunk)}
+        return {"sync_every": 15, **local_step_defaults(chunk)}
     if name == "diloco":
         return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
     return {}
@@ -375,9 +375,9 @@ class CommSection(Section):
     """`allreduce`: gradients are averaged in buckets during the backward pass (DDP). `demo`: each process keeps its
     own momentum and sends only the largest components; with `optim.name: sign` this is DeMo. `local_steps`: each
     replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
-    these changed (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of what they changed. The two
-    have defaults of their own: `sync_every` 20, `topk` 960, signs and `decay` 1, or `sync_every` 100 and `dense` fp32.
-    With a `budget` or a `link` the default is `local_steps`."""
+    these changed, by default the signs of all (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of
+    what they changed. The two have defaults of their own: `sync_every` 15, signs, the `topk` of whole blocks and
+    `decay` 1, or `sync_every` 100 and `dense` fp32. With a `budget` or a `link` the default is `local_steps`."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
     find_unused_parameters: bool = False
