@@ -126,7 +126,7 @@ def test_unsent_moves_stay_in_the_weights_of_their_replica(shares: list[int], ou
 )
 def test_no_move_is_lost(case: str) -> None:
     """One replica: common parameters and residual together have all moves of the inner optimizer."""
-    options: dict[str, Any] = {"sync_every": 3, "topk": 256, "values": "fp32", "dense": "fp32"}
+    options: dict[str, Any] = {"sync_every": 3, "outer_lr": 1.0, "topk": 256, "values": "fp32", "dense": "fp32"}
 
     def make(net: nn.Module) -> LocalSteps:
         return sparseloco(torch.optim.SGD(net.parameters(), lr=0.1), sc.param_groups(net), **options)
@@ -157,7 +157,7 @@ def test_no_move_is_lost(case: str) -> None:
 def test_step_from_the_common_parameters_keeps_the_residual() -> None:
     net = copy.deepcopy(START)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    made = sparseloco(inner, sc.param_groups(net), sync_every=100, topk=64, values="fp32", dense="fp32")
+    made = sparseloco(inner, sc.param_groups(net), sync_every=100, outer_lr=1.0, topk=64, values="fp32", dense="fp32")
     train(net, made, 0, range(3))
     reached = [param.detach().clone() for param in net.parameters()]
     made.synchronize()
@@ -543,6 +543,7 @@ def test_local_steps_and_recipes_have_the_same_defaults(chunk: int, topk: int) -
     made = sparseloco(inner, sc.param_groups(START), chunk=chunk)
     section = CommSection(name="local_steps", chunk=chunk)
     assert made.sync_every == section.sync_every == 15
+    assert made.outer_lr == section.outer_lr == 1.3
     group = made.exchange.param_groups[0]
     for key in ("topk", "chunk", "values", "dense", "decay"):
         assert group[key] == getattr(section, key)

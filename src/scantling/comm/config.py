@@ -171,6 +171,10 @@ def make_config(options: Mapping[str, Any]) -> ExchangeConfig:
     return ExchangeConfig(**options)
 
 
+OUTER_LR = 1.3
+"""Default learning rate of the outer step after local steps."""
+
+
 def local_step_defaults(chunk: int) -> ExchangeOptions:
     """Return the defaults of the exchange after local steps: signs of all elements, which need no indices."""
     return {"topk": max(1, chunk**2), "values": "sign", "dense": "sign", "decay": 1.0}

@@ -34,7 +34,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, is_integer, is_number, local_step_defaults
+from scantling.comm.config import (
+    OPTIONS,
+    OUTER_LR,
+    SELECTION_OPTIONS,
+    is_integer,
+    is_number,
+    local_step_defaults,
+)
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.momentum_watch import MomentumWatch
@@ -476,7 +483,7 @@ def sparseloco(
     groups: Iterable[Any],
     *,
     sync_every: int = 15,
-    outer_lr: float = 1.0,
+    outer_lr: float = OUTER_LR,
     batch_shares: Sequence[float] | None = None,
     keep_unsent: bool = True,
     **options: Any,

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from scantling.comm import DeMo, LocalSteps, MomentumExchange, average_buffers
+from scantling.comm.config import OUTER_LR
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.comm.local_steps import OuterOptimizer, outer_exchange, refuse_compensated
 from scantling.comm.residuals import check_state_keys, merge_local_states
@@ -244,7 +245,7 @@ def _check_saves(args: Any) -> None:
 
 
 def attach(
-    trainer: Trainer, *, local_steps: int | None = None, outer_lr: float = 1.0, **options: Any
+    trainer: Trainer, *, local_steps: int | None = None, outer_lr: float | None = None, **options: Any
 ) -> ExchangeCallback:
     """Make the processes of a Trainer exchange momentum instead of gradients, or take local steps.
 
@@ -259,7 +260,7 @@ def attach(
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.
         local_steps: steps between exchanges; None for an exchange of momentum in each step.
-        outer_lr: with `local_steps`, learning rate of the outer step.
+        outer_lr: with `local_steps`, learning rate of the outer step; default 1.3.
         options: arguments of `scantling.MomentumExchange`; with `local_steps`, the defaults of
             `scantling.comm.sparseloco`.
 
@@ -299,11 +300,11 @@ def attach(
     outer_options: dict[str, Any] | None = None
     probed = [torch.nn.Parameter(torch.zeros(1))]
     if local_steps is not None:
-        outer_options = {"sync_every": local_steps, "outer_lr": outer_lr}
+        outer_options = {"sync_every": local_steps, "outer_lr": OUTER_LR if outer_lr is None else outer_lr}
         OuterOptimizer(outer_exchange("sparseloco", probed, **options), **outer_options)
     else:
         MomentumExchange(probed, **options)
-        if outer_lr != 1.0:
+        if outer_lr is not None:
             raise UserError("sc.hf.attach: outer_lr has an effect with local_steps alone; leave it out")
     if any(isinstance(each, ExchangeCallback) for each in trainer.callback_handler.callbacks):
         raise UserError("sc.hf.attach: this Trainer already exchanges momentum; call attach once")

@@ -21,7 +21,15 @@ from pydantic import (
     model_validator,
 )
 
-from scantling.comm.config import OPTIONS, SELECTION_OPTIONS, Exchange, ResidualFormat, Values, local_step_defaults
+from scantling.comm.config import (
+    OPTIONS,
+    OUTER_LR,
+    SELECTION_OPTIONS,
+    Exchange,
+    ResidualFormat,
+    Values,
+    local_step_defaults,
+)
 from scantling.errors import UserError
 from scantling.numerics.literals import Clip, Granularity, Rounding
 
@@ -317,7 +325,7 @@ def _demo_option(name: str) -> Any:
 def method_defaults(name: str, chunk: int) -> dict[str, Any]:
     """Return the defaults of a method of `comm` that differ from those of the fields; see `sparseloco` and `diloco`."""
     if name == "local_steps":
-        return {"sync_every": 15, **local_step_defaults(chunk)}
+        return {"sync_every": 15, "outer_lr": OUTER_LR, **local_step_defaults(chunk)}
     if name == "diloco":
         return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
     return {}
@@ -377,7 +385,8 @@ class CommSection(Section):
     replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
     these changed, by default the signs of all (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of
     what they changed. The two have defaults of their own: `sync_every` 15, signs, the `topk` of whole blocks and
-    `decay` 1, or `sync_every` 100 and `dense` fp32. With a `budget` or a `link` the default is `local_steps`."""
+    `decay` 1, or `sync_every` 100 and `dense` fp32, and `outer_lr`. With a `budget` or a `link` the default is
+    `local_steps`."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
     find_unused_parameters: bool = False
@@ -398,7 +407,7 @@ class CommSection(Section):
     delay: int = _demo_option("delay")
     overlap: bool = _demo_option("overlap")
     outer_lr: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Local steps: learning rate of the outer step. Default with diloco: 0.7."""
+    """Learning rate of the outer step. Default of local_steps: 1.3; of diloco: 0.7."""
     outer_momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Local steps: Nesterov momentum of the outer step. Default with diloco: 0.9."""
     elastic: bool = False
