@@ -32,8 +32,10 @@ LOCAL = {"values": "sign", "dense": "sign", "outer_lr": 1.3, "keep_unsent": Fals
 """Settings of the sparse exchange after AdamW steps, whose rounds begin with the common weights, as published."""
 KEPT = {"values": "sign", "dense": "sign", "outer_lr": 1.0, "decay": 1.0, "keep_unsent": True}
 """The same with the residual of a replica in its weights."""
+SIGNS = {**KEPT, "outer_lr": 1.3, "topk": 4096}
+"""The same with the signs of all elements."""
 SIGNS_EVERY = 15
-"""Steps between exchanges of the signs of all elements: the default of local steps."""
+"""Steps between exchanges of SIGNS."""
 LOCAL_TOPK = {"all_gather": 192, "owner": 144}
 """Elements of 4,096 after five steps, 200 times below 16-bit gradients for two replicas, and for any number."""
 KEPT_TOPK = {5: 176, 20: 960, 40: 4096}
@@ -399,7 +401,9 @@ METHODS: dict[str, Callable[[nn.Module, float], Replica]] = {
         for name, optimizer in (("kept", adamw), ("muon", muon))
     },
     **{
-        f"ours {name} h{SIGNS_EVERY}": partial(local_steps, make=sparseloco, every=SIGNS_EVERY, optimizer=optimizer)
+        f"ours {name} h{SIGNS_EVERY}": partial(
+            local_steps, make=partial(sparseloco, **SIGNS), every=SIGNS_EVERY, optimizer=optimizer
+        )
         for name, optimizer in (("adamw", adamw), ("muon", muon))
     },
     **{f"demo paper k{k}": partial(demo, compat="paper", topk=k) for k in (1, 2, 4, 8, 16, 32)},

@@ -82,7 +82,7 @@ KEPT, SELDOM, RARE = "ours kept k176 h5", "ours kept k960 h20", "ours kept k4096
 DDP_MUON, MUON = "ddp muon", "ours muon k960 h20"
 """Muon for matrices and AdamW for the rest: on averaged gradients, and in the local steps of SELDOM."""
 SIGNS, SIGNS_MUON = "ours adamw h15", "ours muon h15"
-"""Local steps with the library's defaults, which send the signs of all elements."""
+"""Local steps that send the signs of all elements, the defaults of the library."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from dated import RESULTS
 from network import step_seconds
 from resumable import Ledger, Line, spec_key, steps_to_reach
 
-OF_LLAMA = "llama-10m-long"
+LLAMA_DATA = "llama-10m-long"
 """Data of comm_quality.py for network.py's own model."""
 BASE, HALF = "ddp fp32", "ddp fp16"
 ALONE = "alone"
@@ -222,7 +222,7 @@ def main() -> int:
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     for path in options.links:
         link = json.loads(path.read_text(encoding="utf-8"))
-        data = OF_LLAMA if link.get("preset") == "llama-10m" else link.get("preset")
+        data = LLAMA_DATA if link.get("preset") == "llama-10m" else link.get("preset")
         if data not in quality.WORKS:
             raise SystemExit(f"{path.name}: no runs of this model, {data}")
         work = quality.WORKS[data]

@@ -156,7 +156,7 @@ def test_time_to_the_loss_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     import time_to_loss
     from resumable import spec_key
 
-    data = time_to_loss.OF_LLAMA
+    data = time_to_loss.LLAMA_DATA
     work = quality.WORKS[data]
     steps, start = work.steps, work.grid.start
     lines: dict[str, dict[str, Any]] = {}

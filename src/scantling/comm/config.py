@@ -23,6 +23,8 @@ Exchange: TypeAlias = Literal["auto", "all_gather", "owner", "dense"]
 Class = TypeVar("Class", bound=type)
 RESIDUAL_ROW = 64
 """Elements of an int8 residual that share a scale: a row of a block, if the blocks have the default size."""
+LOCAL_STEPS, OUTER_LR = 15, 1.3
+"""Defaults: local steps between exchanges, and the learning rate of the outer step after them."""
 
 
 def _about(doc: str, *, least: float | None = None, most: float | None = None, **flags: bool) -> dict[str, Any]:
@@ -169,10 +171,6 @@ def make_config(options: Mapping[str, Any]) -> ExchangeConfig:
             hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(OPTIONS)}"
             raise TypeError(f"{name!r} is not an option of the exchange; {hint}")
     return ExchangeConfig(**options)
-
-
-OUTER_LR = 1.3
-"""Default learning rate of the outer step after local steps."""
 
 
 def local_step_defaults(chunk: int) -> ExchangeOptions:

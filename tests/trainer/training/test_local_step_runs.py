@@ -177,7 +177,7 @@ def test_resume_on_another_number_of_replicas(tmp_path: Path, sections: dict[str
     wide = resume(straight, "wide", 4, 3)
     one, other = records(straight), records(wide)
     assert [record["step"] for record in other] == list(range(1, 9))
-    # of the common weights; a replica of more holds less of its residual in its own
+    # of the common weights: among more replicas, each holds a smaller part of its residual in its own
     assert other[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], rel=0.01)
     own = [saved_tensors(straight, 4, f"exchange/rank{rank}/own/") for rank in (0, 1)]
     assert len(own[0]) == len(own[1]) > 0

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from scantling.comm.config import (
+    LOCAL_STEPS,
     OPTIONS,
     OUTER_LR,
     SELECTION_OPTIONS,
@@ -325,7 +326,7 @@ def _demo_option(name: str) -> Any:
 def method_defaults(name: str, chunk: int) -> dict[str, Any]:
     """Return the defaults of a method of `comm` that differ from those of the fields; see `sparseloco` and `diloco`."""
     if name == "local_steps":
-        return {"sync_every": 15, "outer_lr": OUTER_LR, **local_step_defaults(chunk)}
+        return {"sync_every": LOCAL_STEPS, "outer_lr": OUTER_LR, **local_step_defaults(chunk)}
     if name == "diloco":
         return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
     return {}
