@@ -64,7 +64,8 @@ def test_all_metrics_are_visible(width: int) -> None:
     assert len(latest.splitlines()) <= (5 if width >= 80 else 10)
 
 
-def test_traffic_is_a_mean_over_recent_steps() -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_traffic_is_a_mean_over_recent_steps(shards: int) -> None:
     """Local steps send in some steps only; the line shows the mean against the budget, and the speed of a message."""
     shown = io.StringIO()
     sink = ConsoleSink(Console(file=shown, force_terminal=True, width=200, color_system=None))
@@ -73,10 +74,13 @@ def test_traffic_is_a_mean_over_recent_steps() -> None:
     for step in range(1, 201):
         sent = 300 * 1024 if step % 3 == 0 and step > 100 else 0
         own = {"wire_bytes": sent, "wire_budget_bytes": 110 * 1024, "exchange_s": 0.1, "step_s": 0.4}
+        if shards > 1:
+            own["replica_wire_bytes"] = sent // 3
         sink.record({**RECORD, **own, "step": step})
     sink.close()
     latest = " ".join(shown.getvalue().split("200/500")[-1].split())
-    assert "sent 99.0 KiB/step of 110 KiB exchange 25 % of the time (24.6 Mbit/s)" in latest
+    sent_text = "99.0 KiB/step" if shards == 1 else "99.0 KiB/step, to other replicas 33.0 KiB"
+    assert f"sent {sent_text} of 110 KiB exchange 25 % of the time (24.6 Mbit/s)" in latest
 
 
 @pytest.mark.parametrize("colors", [True, False])

@@ -169,6 +169,37 @@ def test_a_checkpoint_that_a_later_callback_asks_for_has_synchronized_weights(tm
     run(2, saved_by_a_later_callback, tmp_path)
 
 
+class Listen(TrainerCallback):
+    """Notes what the processes send to each other from the second step to the end of the third."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.profile.stop()
+            names = [event.key for event in self.profile.key_averages()]
+            self.sent = [name for name in names if name.startswith(("gloo:", "c10d::"))]
+
+
+def local_steps_without_an_exchange(folder: Path) -> None:
+    made, _ = trainer(folder, local_steps=5)
+    made.args.save_strategy, made.args.logging_steps = "no", 100
+    listen = Listen()
+    made.add_callback(listen)
+    made.train()
+    assert listen.profile.key_averages()
+    assert listen.sent == []
+
+
+@pytest.mark.dist
+def test_nothing_is_sent_between_the_exchanges_of_local_steps(tmp_path: Path) -> None:
+    """On a link across a continent each message would cost as much time as many steps."""
+    run(2, local_steps_without_an_exchange, tmp_path)
+
+
 def stopped_between_exchanges(folder: Path) -> None:
     made, callback = trainer(folder, local_steps=5)
     made.args.save_strategy = "no"

@@ -102,6 +102,30 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
         torch.testing.assert_close(first["values"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def train_with_local_steps(folder: Path) -> None:
+    made, adapter = trainer(folder, accumulation=2)
+    callback = sc.hf.attach(made, local_steps=2)
+    made.train()
+    assert callback.exchange is not None
+    gates = [group for group in callback.exchange.param_groups if "rank_gates" in group["param_names"][0]]
+    assert [group["dense"] for group in gates] == ["int8"]
+    assert cores(made.model) == adapter.num_parameters()
+    values = {name: value.detach() for name, value in made.model.named_parameters()}
+    torch.save({"ranks": adapter.ranks(), "values": values}, folder / f"of-{dist.get_rank()}.pt")
+
+
+@pytest.mark.dist
+def test_ranks_change_together_after_local_steps(tmp_path: Path) -> None:
+    before = cores(trainer(tmp_path / "before")[0].model)
+    run(2, train_with_local_steps, tmp_path)
+    first, second = (torch.load(tmp_path / f"of-{rank}.pt") for rank in range(2))
+    assert first["ranks"] == second["ranks"]
+    assert first["values"].keys() == second["values"].keys()
+    assert all(torch.equal(value, second["values"][name]) for name, value in first["values"].items())
+    left = sum(value.numel() for name, value in first["values"].items() if ".cores." in name)
+    assert left == pytest.approx(0.5 * before, rel=0.02)
+
+
 PAIRS = {"came": None, "sign": sc.hf.sign(lr=3e-3), "adamw": (torch.optim.AdamW, {"lr": 3e-3})}
 
 

@@ -150,6 +150,8 @@ class _Live(Progress):
 def _describe_traffic(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the mean bytes that a process sends per step, their budget, and the exchange's share of the time.
 
+    With shards, the budget is of the bytes that go to other replicas.
+
     The speed in brackets is that of the steps that send: their bytes by the time of the exchange, computing included.
     """
     sent = sum(record["wire_bytes"] for record in records) / len(records)
@@ -157,6 +159,9 @@ def _describe_traffic(records: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     text = f"sent {format_bytes(sent)}/step"
     if (budget := records[-1].get("wire_budget_bytes")) is not None:
+        if "replica_wire_bytes" in records[-1]:
+            between = sum(record["replica_wire_bytes"] for record in records) / len(records)
+            text += f", to other replicas {format_bytes(between)}"
         text += f" of {format_bytes(budget)}"
     waited, total = (sum(record.get(key, 0.0) for record in records) for key in ("exchange_s", "step_s"))
     if not total:

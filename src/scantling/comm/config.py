@@ -25,6 +25,8 @@ RESIDUAL_ROW = 64
 """Elements of an int8 residual that share a scale: a row of a block, if the blocks have the default size."""
 LOCAL_STEPS, OUTER_LR = 15, 1.3
 """Defaults: local steps between exchanges, and the learning rate of the outer step after them."""
+DILOCO_STEPS = 250
+"""Default of local steps whose exchange sends everything: 125 times fewer bytes than 16-bit gradients."""
 
 
 def _about(doc: str, *, least: float | None = None, most: float | None = None, **flags: bool) -> dict[str, Any]:

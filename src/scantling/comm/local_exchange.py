@@ -15,7 +15,7 @@ from scantling.comm.ddp import average_buffers, averaged_buffers
 from scantling.comm.demo_exchange import exchange_groups
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.gradient_exchange import GradientExchange
-from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange, outer_options
 from scantling.comm.param_groups import parameter_names
 from scantling.comm.transport.shards import to_local, total_norm
 
@@ -75,8 +75,10 @@ class LocalStepsExchange(GradientExchange):
         return f"{exchange}\n  exchange by {by} among {exchange.replicas.world_size} processes {every}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        groups = exchange_groups(model, self.options)
-        exchange = outer_exchange(self.method, groups, process_group=self.process_group, **self.options)
+        options = outer_options(self.method, self.options)
+        exchange = outer_exchange(
+            self.method, exchange_groups(model, options), process_group=self.process_group, **options
+        )
         exchange.announces = False  # the loop prints `describe`
         if self._outer is None:
             _broadcast_first_weights(exchange)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from scantling.comm.config import (
+    DILOCO_STEPS,
     LOCAL_STEPS,
     OPTIONS,
     OUTER_LR,
@@ -447,7 +448,7 @@ def diloco(
     inner: torch.optim.Optimizer,
     groups: Iterable[Any],
     *,
-    sync_every: int = 100,
+    sync_every: int = DILOCO_STEPS,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     batch_shares: Sequence[float] | None = None,
@@ -525,12 +526,19 @@ def outer_exchange(method: str, groups: Iterable[Any], **options: Any) -> Moment
         groups: parameters, or groups of them.
         options: of `MomentumExchange`; the others have the defaults of `diloco` and `sparseloco`.
     """
-    given = make_groups(groups, {})
+    given, options = make_groups(groups, {}), outer_options(method, options)
     if method == "diloco":
         kept = ("params", "param_names")
         # The role "vector" sends parameters densely, whatever their shape.
         dense = [{key: group[key] for key in kept if key in group} | {"role": "vector"} for group in given]
-        return MomentumExchange(dense, **{"dense": "fp32", **options})
+        return MomentumExchange(dense, **options)
+    return MomentumExchange([{**group, "transform": "none"} for group in given], **options)
+
+
+def outer_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of an exchange of pseudo-gradients with the defaults of `diloco` or `sparseloco` for the rest."""
+    if method == "diloco":
+        return {"dense": "fp32", **options}
     chunk = options.get("chunk", OPTIONS["chunk"].default)
     defaults = local_step_defaults(chunk) if is_integer(chunk, least=1) else {}  # the exchange refuses other blocks
-    return MomentumExchange([{**group, "transform": "none"} for group in given], **{**defaults, **options})
+    return {**defaults, **options}

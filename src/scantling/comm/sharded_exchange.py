@@ -79,6 +79,7 @@ class ShardedExchange(GradientExchange):
         self._averages_replicas = between is None
         self.keeps_replicas_equal = self._between.keeps_replicas_equal
         self._gathers, self._gradient_ratio, self._passes = gathers, gradient_ratio, 0
+        self._replica_bytes = 0  # of `wire_bytes`, those that went to other replicas
         self._whole: list[nn.Parameter] = []
 
     def describe(self) -> str | None:
@@ -122,7 +123,8 @@ class ShardedExchange(GradientExchange):
         )
         self._passes = 0
         between.exchange()
-        self.wire_bytes += between.wire_bytes
+        self._replica_bytes = between.wire_bytes
+        self.wire_bytes += self._replica_bytes
         self.norm, self.nonfinite_ranks = between.norm, between.nonfinite_ranks
         self.local_nonfinite = between.local_nonfinite
         self.exposed_s = time.perf_counter() - began
@@ -148,6 +150,7 @@ class ShardedExchange(GradientExchange):
     def finish_step(self, *, last: bool) -> int:
         sent = self._between.finish_step(last=last)
         self.wire_bytes += sent
+        self._replica_bytes += sent
         return sent
 
     @property
@@ -164,13 +167,17 @@ class ShardedExchange(GradientExchange):
         return self._between.bad_parameters()
 
     def metrics(self) -> dict[str, Any]:
-        return self._between.metrics()
+        own = {} if self._averages_replicas else {"replica_wire_bytes": self._replica_bytes}
+        return own | self._between.metrics()
 
     def slice_state(self, param: Tensor, dim: int, index: Tensor) -> None:
         self._between.slice_state(param, dim, index)
 
     def state_dict(self) -> dict[str, Any]:
         return self._between.state_dict()
+
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self._between.merge_states(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._between.load_state_dict(state)

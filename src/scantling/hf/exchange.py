@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from scantling.comm import DeMo, LocalSteps, MomentumExchange, average_buffers
 from scantling.comm.config import OUTER_LR
 from scantling.comm.demo_exchange import exchange_groups
-from scantling.comm.local_steps import OuterOptimizer, outer_exchange, refuse_compensated
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange, outer_options, refuse_compensated
 from scantling.comm.residuals import check_state_keys, merge_local_states
 from scantling.comm.transport.shards import all_finite
 from scantling.distributed.context import DistContext
@@ -32,6 +32,8 @@ from scantling.distributed.folders import detect_shared_folders
 from scantling.errors import UserError
 from scantling.files import no_follow
 from scantling.numerics.torch_private import unwrap_compiled
+from scantling.tensor.layer import TTLayer
+from scantling.tensor.rank_adapter import RankAdapter, find_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._options, self._outer_options = trainer, options, outer_options
         self.exchange: MomentumExchange | None = None
         self.outer: OuterOptimizer | None = None
+        self._adapters: list[RankAdapter] = []  # whose ranks change when the processes synchronize
         self._synchronizer = _Synchronizer(self)
         self._sent_bytes = self._sent_steps = 0  # since the last log of a loss
         self.checkpoint: Path | None = None
@@ -66,23 +69,33 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
         _check_optimizer(trainer.optimizer)
         _check_saves(args)
         self._keep_gradients_local(trainer.model_wrapped)
-        groups = exchange_groups(trainer.model, self._options)
         if self._outer_options is None:
-            self.exchange = MomentumExchange(groups, **self._options)
+            self.exchange = MomentumExchange(exchange_groups(trainer.model, self._options), **self._options)
         else:
             refuse_compensated(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
-            self.exchange = outer_exchange("sparseloco", groups, **self._options)
+            options = outer_options("sparseloco", self._options)
+            self.exchange = outer_exchange("sparseloco", exchange_groups(trainer.model, options), **options)
             self.outer = OuterOptimizer(self.exchange, **self._outer_options)
+            self._adapters = _rank_adapters(trainer.model)
+            for adapter in self._adapters:
+                adapter.waits_for_replicas = True
+            self.exchange.is_elementwise = not self._adapters
+            args.average_tokens_across_devices = False  # it gathers the number of tokens in each step
         if state.global_step and self.checkpoint is not None:
             self._load_state(self._read_state(self.checkpoint))
 
     def _keep_gradients_local(self, model: torch.nn.Module) -> None:
-        """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook."""
+        """Disable DistributedDataParallel's gradient averaging, once per module: it accepts only one hook.
+
+        With local steps it sends nothing else either, as in `no_sync()`.
+        """
         model = unwrap_compiled(model)
         if isinstance(model, DistributedDataParallel):
             if model is not self._hooked:
                 model.register_comm_hook(None, noop_hook)
                 self._hooked = model
+            if self._outer_options is not None:
+                model.require_backward_grad_sync = model.require_forward_param_sync = False
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UserError(
                 f"sc.hf.attach: the Trainer trains a {type(model).__name__} on {dist.get_world_size()} processes "
@@ -177,6 +190,10 @@ class ExchangeCallback(TrainerCallback):  # type: ignore[misc]
 
     def _finish_synchronization(self, outer: OuterOptimizer) -> None:
         self._sent_bytes += outer.wire_bytes + average_buffers(self._trainer.model)
+        for adapter in self._adapters:
+            adapter.change_ranks_together()
+        if self._adapters:
+            outer.adopt_parameters()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the best model, of an earlier step, may have been loaded
@@ -214,6 +231,12 @@ class _Synchronizer(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_evaluate or control.should_save:
             self._callback.synchronize()
+
+
+def _rank_adapters(model: torch.nn.Module) -> list[RankAdapter]:
+    """Return the adapters that are attached to layers of a model."""
+    found = [find_adapter(layer) for layer in model.modules() if isinstance(layer, TTLayer)]
+    return [*dict.fromkeys(adapter for adapter in found if adapter is not None)]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -255,7 +278,9 @@ def attach(
 
     With `local_steps`, each process takes that many steps of its own optimizer, whose momentum is wanted then, between
     exchanges (as SparseLoCo, arXiv 2508.15706, with the residual in the weights). The processes also exchange before an
-    evaluation and a checkpoint, so that these are of the same weights on all of them, and after the last step.
+    evaluation and a checkpoint, so that these are of the same weights on all of them, and after the last step. The loss
+    of a process is the mean over its own tokens (`average_tokens_across_devices` is turned off), and the ranks of a
+    `RankAdapter` change after exchanges.
 
     Args:
         trainer: before `train()`; with one process or several, not under FSDP or DeepSpeed.

@@ -170,11 +170,21 @@ def test_planned_bytes_are_those_sent(tmp_path: Path, sections: dict[str, Any]) 
     assert records(straight)[-1]["residual_bytes"] == planned["residual_bytes"]
 
 
-@pytest.mark.parametrize("sections", [{}, {"optim": CAME, "precision": BF16}], ids=["fp32", "bf16"])
-def test_resume_on_another_number_of_replicas(tmp_path: Path, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("processes", "later", "sections"),
+    [
+        (2, 3, {}),
+        (2, 3, {"optim": CAME, "precision": BF16}),
+        (4, 2, {"parallel": {"shard": 2}}),
+    ],
+    ids=["fp32", "bf16", "sharded"],
+)
+def test_resume_on_another_number_of_replicas(
+    tmp_path: Path, processes: int, later: int, sections: dict[str, Any]
+) -> None:
     """The weights between exchanges are averaged, and replica 2 has the optimizer state of replica 0."""
-    straight = train_run(recipe_of(tmp_path, train={"batch_size": 6}, **sections), tmp_path, "straight", 2)
-    wide = resume(straight, "wide", 4, 3)
+    straight = train_run(recipe_of(tmp_path, train={"batch_size": 12}, **sections), tmp_path, "straight", processes)
+    wide = resume(straight, "wide", 4, later)
     one, other = records(straight), records(wide)
     assert [record["step"] for record in other] == list(range(1, 9))
     # of the common weights: among more replicas, each holds a smaller part of its residual in its own

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scantling.comm.gradient_exchange import GradientExchange
+from scantling.comm.sharded_exchange import ShardedExchange
 from scantling.trainer.training.trained_run import evaluate_run, load_run
 from tests.runs import WIDE, forget, records, saved_tensors, scantling, tiny_recipe, train_run, write_recipe
 from tests.trainer.training import poisoned, small_memory
@@ -199,6 +201,12 @@ def test_settings_that_do_not_fit_are_refused(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_exchange_between_replicas_answers_every_call() -> None:
+    """A method of `GradientExchange` that is not passed on would act as if there were one process."""
+    calls = [name for name, each in vars(GradientExchange).items() if callable(each) or isinstance(each, property)]
+    assert [name for name in calls if not name.startswith("_") and name not in vars(ShardedExchange)] == []
 
 
 def test_rank_and_tensor_of_a_nan_are_named(tmp_path: Path) -> None:

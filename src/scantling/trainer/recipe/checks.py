@@ -433,8 +433,12 @@ def _check_comm(content: Content) -> Iterator[Fault]:
     if train.get("graph") is True:
         yield Fault("train.graph", "cannot capture an exchange; leave one of both out", f"comm.name: {name}")
     if precision.get("compute") == "fp16":
-        problem = "changes the loss scale, which the momentum would keep; set precision.compute: bf16"
-        yield Fault("comm.name", problem, "precision.compute: fp16")
+        problem = (
+            "changes the loss scale, which the momentum would keep"
+            if name == "demo"
+            else "has one loss scale for all replicas, whose gradients overflow in different steps"
+        )
+        yield Fault("comm.name", f"{problem}; set precision.compute: bf16", "precision.compute: fp16")
 
 
 def _check_elastic(content: Content) -> Iterator[Fault]:

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from scantling.comm.config import (
+    DILOCO_STEPS,
     LOCAL_STEPS,
     OPTIONS,
     OUTER_LR,
@@ -328,7 +329,7 @@ def method_defaults(name: str, chunk: int) -> dict[str, Any]:
     if name == "local_steps":
         return {"sync_every": LOCAL_STEPS, "outer_lr": OUTER_LR, **local_step_defaults(chunk)}
     if name == "diloco":
-        return {"sync_every": 100, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
+        return {"sync_every": DILOCO_STEPS, "dense": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9}
     return {}
 
 
@@ -386,7 +387,7 @@ class CommSection(Section):
     replica steps its own optimizer, and every `sync_every` steps the replicas exchange the largest elements of what
     these changed, by default the signs of all (as SparseLoCo, but each keeps the rest in its weights); `diloco`: all of
     what they changed. The two have defaults of their own: `sync_every` 15, signs, the `topk` of whole blocks and
-    `decay` 1, or `sync_every` 100 and `dense` fp32, and `outer_lr`. With a `budget` or a `link` the default is
+    `decay` 1, or `sync_every` 250 and `dense` fp32, and `outer_lr`. With a `budget` or a `link` the default is
     `local_steps`."""
     bucket_mb: float = Field(default=25.0, gt=0.0, le=1024.0)
     """Bucket size in MiB, for allreduce and for demo with overlap."""
