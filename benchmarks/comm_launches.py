@@ -5,7 +5,8 @@
 A launch is a dispatched operation that computes something: no view and no allocation. A Triton kernel counts as one,
 and here it computes nothing: all messages are zeros. Each of N processes exchanges the momentum of a decoder with the
 tensors of the 1.35B Llama (24 layers, embedding and head apart) at a width of 64, in as many block groups as the large
-one has. Gradients are in bf16. The step counted is the third: the first two make residuals and tables.
+one has. Gradients are in bf16. The step counted is the third: the first two make residuals and tables. Of local steps,
+a synchronization is counted, with the outer step and the start of the next round.
 
 `operations` is the exchange in PyTorch operations, as with SCANTLING_NATIVE=0: those that a GPU takes, where they
 differ from a CPU's.
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "topk 8, signs": {"topk": 8, "values": "sign", "dense": "sign"},
     "topk 8, signs, owners": {"topk": 8, "values": "sign", "dense": "sign", "exchange": "owner"},
+    "local steps": {},
 }
 STEPS = 3
 
@@ -102,20 +104,35 @@ def count(case: str, *, kernels: bool) -> dict[str, Any]:
     import torch.distributed as dist
 
     import scantling as sc
+    from scantling.comm.config import OUTER_LR
+    from scantling.comm.local_steps import OuterOptimizer, outer_exchange
 
     torch.manual_seed(0)
     model = make_model().bfloat16()
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # of the gradients
     launched: Counter[str] = Counter()
     with as_on_a_gpu(launched, kernels=kernels):
-        made = sc.MomentumExchange(sc.param_groups(model), check_every=None, **CASES[case])
+        groups, options = sc.param_groups(model), {"check_every": None, **CASES[case]}
+        made, outer = sc.MomentumExchange(groups, **options), None
+        if case == "local steps":
+            made = outer_exchange("sparseloco", groups, **options)
+            outer = OuterOptimizer(made, sync_every=1, outer_lr=OUTER_LR)
         made.announces = False
         for step in range(STEPS):
             for param in model.parameters():
-                param.grad = torch.randn_like(param)
+                if outer is not None:
+                    param.data.copy_(torch.randn_like(param))
+                else:
+                    param.grad = torch.randn_like(param)
+            if outer is not None:
+                torch._foreach_zero_(outer.anchors)  # kernels that compute nothing leave them undefined
             launched.clear()
             with CountOperations() if step == STEPS - 1 else ExitStack() as operations:
-                made.exchange()
+                if outer is not None:
+                    outer.advance()
+                    outer.begin_round()
+                else:
+                    made.exchange()
         groups = len(made._update_layout().block_groups)
     found = {name: times for name, times in operations.counts.items() if name not in NO_LAUNCH}
     total = sum(found.values()) + sum(launched.values())
