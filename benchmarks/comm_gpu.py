@@ -13,7 +13,11 @@ The parts cover the parameters of the whole model. They run as in one of two pro
 Times are device times from events. Each part takes turns with a control that copies as many fp32 elements; ratios are
 medians over the rounds. `compute` is a forward and backward pass without an optimizer. It is measured with two and with
 four layers of the full width and extrapolated linearly to all layers. The share is exchange / (compute + exchange); the
-aim is below 2 %. Every case encodes, packs and decodes twice, which must give the same bytes.
+aim is below 2 %. Every case encodes, packs and decodes twice, which must give the same bytes. On a GPU the profiler
+counts the launches of an exchange.
+
+`local steps` is the synchronization after local steps with the library's defaults: pseudo-gradients, exchange, outer
+step, and the start of the next round. Its share is that of one step, a fifteenth.
 """
 
 from __future__ import annotations
@@ -36,8 +40,10 @@ import scantling as sc
 from scantling.comm.codec import triton
 from scantling.comm.codec.message import Header, pack_message, unpack_messages
 from scantling.comm.collectives import Sparse, _mean
+from scantling.comm.config import LOCAL_STEPS, OUTER_LR
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import all_block_groups, make_buckets
+from scantling.comm.local_steps import OuterOptimizer, outer_exchange
 
 REPLICAS = 2
 CONTROL = "copy"
@@ -59,15 +65,20 @@ def language_model(shape: dict[str, int], vocab_size: int, device: str) -> nn.Mo
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 
-def build_exchange(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
-    """Return an exchange over parameters with a model's shapes, after two calls."""
-    dtype = getattr(torch, case["dtype"])
+def make_groups(shape: dict[str, int], vocab_size: int, dtype: torch.dtype, device: str) -> list[dict[str, Any]]:
+    """Return groups of parameters of zeros with a model's shapes."""
     groups = []
     for group in sc.param_groups(language_model(shape, vocab_size, "meta")):
         pairs = []
         for name, like in group["params"]:
             pairs.append((name, nn.Parameter(torch.zeros(like.shape, dtype=dtype, device=device))))
         groups.append({**group, "params": pairs})
+    return groups
+
+
+def build_exchange(shape: dict[str, int], vocab_size: int, case: dict[str, Any], device: str) -> MomentumExchange:
+    """Return an exchange over parameters with a model's shapes, after two calls."""
+    groups = make_groups(shape, vocab_size, getattr(torch, case["dtype"]), device)
     made = MomentumExchange(
         groups, topk=case["topk"], residual=case["residual"], values="sign", dense="sign", check_every=None
     )
@@ -184,7 +195,49 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     )
     for name, row in rows.items():
         print(f"  {name:10} {1e3 * row['median_s']:9.3f} ms  {row['ratio']:7.2f} of a copy", flush=True)
-    return {**case, "wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "parts": rows}
+    launches = count_launches(work["exchange"], device)
+    print(f"  {'no GPU, no' if launches is None else launches} launches of an exchange", flush=True)
+    found = {"wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "launches": launches, "parts": rows}
+    return {**case, **found}
+
+
+def local_steps(model: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
+    """Return the times of a synchronization after local steps, with the defaults of the library."""
+    exchange = outer_exchange("sparseloco", make_groups(dtype=torch.bfloat16, device=device, **model), check_every=None)
+    outer = OuterOptimizer(exchange, sync_every=LOCAL_STEPS, outer_lr=OUTER_LR)
+    generator = torch.Generator(device).manual_seed(0)
+    moves = [1e-3 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=device) for p in outer._params]
+    numbers = sum(param.numel() for param in outer._params)
+    source, target = (torch.zeros(numbers, device=device) for _ in range(2))
+
+    @torch.no_grad()
+    def synchronize() -> None:
+        torch._foreach_add_(outer._params, moves)
+        outer.synchronize()
+        outer.begin_round()
+
+    work: dict[str, Callable[[], Any]] = {CONTROL: lambda: target.copy_(source), "synchronization": synchronize}
+    for _ in range(2):
+        for one in work.values():
+            one()
+    times = time_in_turns(work, rounds, device)
+    rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
+    launches = count_launches(synchronize, device)
+    row = rows["synchronization"]
+    print(f"local steps: {1e3 * row['median_s']:.3f} ms, {row['ratio']:.2f} of a copy, {launches} launches", flush=True)
+    sent = exchange.planned_wire_bytes(REPLICAS)
+    return {"every": LOCAL_STEPS, "wire_bytes": sent, "numbers": numbers, "launches": launches, "parts": rows}
+
+
+def count_launches(work: Callable[[], Any], device: str) -> int | None:
+    """Return the number of kernels, copies and fills that some work starts on a GPU; None without one."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
 
 
 def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
@@ -239,7 +292,12 @@ def main() -> int:
         row["share_of_step"] = seconds / (seconds + cost["compute_s"])
         print(f"  {row['share_of_step']:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")
         rows.append(row)
-    report = dated(__file__, replicas=REPLICAS, control=CONTROL, aim=AIM, compute=cost, cases=rows)
+    outer = local_steps(model, options.rounds, options.device)
+    seconds = outer["parts"]["synchronization"]["median_s"] / LOCAL_STEPS
+    outer["share_of_step"] = seconds / (seconds + cost["compute_s"])
+    print(f"  {outer['share_of_step']:.2%} of a step, one of {LOCAL_STEPS}; the aim is below {AIM:.0%}")
+    measured = {"compute": cost, "cases": rows, "local_steps": outer}
+    report = dated(__file__, replicas=REPLICAS, control=CONTROL, aim=AIM, **measured)
     print(write(report, f"comm-{options.device}", options.out))
     return 0 if all(row["repeatable"] for row in rows) else 1
 

@@ -210,7 +210,7 @@ WORKS["llama-10m-long"] = replace(
     ),
     grid=replace(GRID, start=2),
     seeds=range(5),
-    few_seeds=range(1),
+    few_seeds=range(3),
     compute="bf16",
 )
 WORKS["llama-10m-8k"] = replace(
@@ -315,7 +315,7 @@ MOMENTUM: dict[str, tuple[str, dict[str, Any]]] = {
     "signs, decay 0.99": (OURS, {"decay": 0.99}),
     "signs, 32 of 4,096": (OURS, {"topk": 32}),
 }
-"""Variants of `llama-10m-long`: DeMo's settings at its size."""
+"""Variants of `llama-10m-long`: DeMo's settings at its size, with the seed of the sweep."""
 AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
 """Options of SELDOM that average all weights after every step."""
 DDP_RATES = (2e-3, 8e-3)
@@ -562,12 +562,16 @@ def settings_for(data: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return VOCABULARY if WORKS[data].tunes_dense else MOMENTUM if data == "llama-10m-long" else SETTINGS
 
 
+def setting_seeds(data: str) -> range:
+    return range(1) if settings_for(data) is MOMENTUM else WORKS[data].few_seeds
+
+
 def setting_specs(lines: Lines, data: str) -> Iterator[Spec]:
     for method, options in settings_for(data).values():
         rates = best_rates(lines, data, method)
         if rates is None:
             raise SystemExit(f"run the sweep of {method} first")
-        yield from (run_spec(data, method, seed=seed, **{**rates, **options}) for seed in WORKS[data].few_seeds)
+        yield from (run_spec(data, method, seed=seed, **{**rates, **options}) for seed in setting_seeds(data))
 
 
 def rate_specs(data: str) -> Iterator[tuple[str, Spec]]:

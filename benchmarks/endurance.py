@@ -3,12 +3,14 @@
     python benchmarks/endurance.py exchange   # about half an hour on two cores
     python benchmarks/endurance.py kills      # about an hour on two cores
     python benchmarks/endurance.py shards     # about a quarter of an hour on two cores
+    python benchmarks/endurance.py local-steps   # about a quarter of an hour on two cores
 
 `exchange`: 200 steps over a distributed checkpoint to the same bits, plain and with FSDP2 shards; 2,000 steps with
 equal hashes for each exchange strategy; kills at 20 random steps, resumed to the same bits; replicas that are killed,
 stopped and join again. `kills`: two SIGKILLs at random moments in each of the 32 combinations of dense or TT layers
 with a size target, AdamW or CAME, all-reduce or DeMo, fp32 or int8, and one or two processes; 20 SIGKILLs of sharded
-replicas that exchange momentum, and of replicas in local steps; each run resumes and ends with the same bits.
+replicas that exchange momentum; each run resumes and ends with the same bits. `local-steps`: the same after 20 SIGKILLs
+of two and four replicas in local steps, and of two replicas of two processes each.
 
 `shards`: runs of all methods with and without shards, on 2 to 4 processes, and resumed from the middle. `loss` and
 `grad_norm` are the largest relative differences over 8 steps, `weights` the largest absolute difference of a weight
@@ -29,6 +31,7 @@ from xml.etree import ElementTree
 from dated import dated, write
 
 ROOT = Path(__file__).parents[1]
+KILLS = "tests/trainer/training/test_kill_matrix.py"
 SUITES: dict[str, tuple[str, ...]] = {
     "exchange": (
         "tests/comm/test_processes.py::test_rank_tensors_resume_bitwise_from_distributed_checkpoint",
@@ -38,7 +41,11 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/comm/transport/test_failures.py",
         "tests/comm/transport/test_torchft.py",
     ),
-    "kills": ("tests/trainer/training/test_kill_matrix.py",),
+    "kills": (
+        f"{KILLS}::test_two_kills_at_random_moments_end_with_the_same_bits",
+        f"{KILLS}::test_twenty_kills_of_sharded_replicas_end_with_the_same_bits",
+    ),
+    "local-steps": (f"{KILLS}::test_twenty_kills_in_local_steps_end_with_the_same_bits",),
     "shards": ("tests/trainer/training/test_sharded_runs.py::test_sharded_run_equals_unsharded_and_resumes_bitwise",),
 }
 

@@ -49,7 +49,7 @@ def trained(
     rates = quality.best_rates(lines, data, method)
     if rates is None:
         return {}
-    seeds = quality.WORKS[data].few_seeds if options else quality.seeds_for(data, method)
+    seeds = quality.setting_seeds(data) if options else quality.seeds_for(data, method)
     specs = {
         seed: quality.run_spec(data, method, seed=seed, replicas=replicas, **{**rates, **options}) for seed in seeds
     }

@@ -29,6 +29,11 @@ def test_all_of_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seconds = row["parts"]["exchange"]["median_s"]
         assert row["share_of_step"] == pytest.approx(seconds / (seconds + report["compute"]["compute_s"]))
         assert row["parts"].keys() == {"copy", "encode", "pack", "decode", "exchange"}
+        assert row["launches"] is None
+    outer = report["local_steps"]
+    assert outer["wire_bytes"] > sent[2]
+    seconds = outer["parts"]["synchronization"]["median_s"] / outer["every"]
+    assert outer["share_of_step"] == pytest.approx(seconds / (seconds + report["compute"]["compute_s"]))
 
 
 def test_codec_parts_match_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
