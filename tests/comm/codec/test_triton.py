@@ -168,13 +168,23 @@ def test_select_includes_nan() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_rows_equal_pytorch_operations(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(300,), (7, 5), (64,), (130,)]
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(300,), (7, 5), (64,), (130,)], {}),
+        (SHAPES, {"topk": 4096, "transform": "none", "values": "sign", "decay": 0.5}),
+    ],
+    ids=["rows", "blocks"],
+)
+def test_all_elements_equal_pytorch_operations(
+    keeps: bool, shapes: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
     gradients = make_tensors(1, shapes)
-    for block_group in block_groups(shapes, dense="int8"):
+    for block_group in block_groups(shapes, dense="int8", **options):
         assert block_group.spec.codec.is_dense
         residuals, own = of(block_group, make_tensors(0, shapes)), of(block_group, gradients)
-        wanted = [each + residual if keeps else each for each, residual in zip(own, residuals, strict=True)]
+        decay = block_group.spec.decay
+        wanted = [each + decay * residual if keeps else each for each, residual in zip(own, residuals, strict=True)]
         by_place = {slot.param: value for slot, value in zip(block_group.slots, wanted, strict=True)}
         kept = residuals if keeps else None
         assert triton.can_accumulate(block_group, kept, own)
@@ -403,16 +413,17 @@ def test_int8_residuals_are_updated_by_kernels_alone(role: str, exchange: Any, m
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "owner"])
-@pytest.mark.parametrize("values", ["sign", "int8"])
-def test_kernels_lose_nothing(exchange: Any, values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("values", "topk"), [("sign", 9), ("int8", 9), ("sign", 4096)])
+def test_kernels_lose_nothing(exchange: Any, values: Any, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without decay, all mean gradients equal the applied momentum and the mean residual."""
     count_launches(monkeypatch)
     shapes = [(64, 64), (70, 96), (300,)]
 
     def work(group: Any) -> list[list[Tensor]]:
         params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
-        options: dict[str, Any] = {"values": values, "dense": values, "exchange": exchange}
-        made = MomentumExchange(params, process_group=group, topk=9, decay=1.0, check_every=None, **options)
+        options: dict[str, Any] = {"values": values, "dense": values, "exchange": exchange, "topk": topk}
+        group_of_all = {"params": params, "transform": "none" if topk == 4096 else "dct"}  # as after local steps
+        made = MomentumExchange([group_of_all], process_group=group, decay=1.0, check_every=None, **options)
         given, applied = ([torch.zeros_like(param) for param in params] for _ in range(2))
         for step in range(3):
             for number, gradient in enumerate(make_tensors(20 + 5 * step + group.rank, shapes)):
