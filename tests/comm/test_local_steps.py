@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import scantling as sc
-from scantling.comm import LocalSteps, diloco, sparseloco
+from scantling.comm import LocalSteps, diloco, local_steps, sparseloco
 from scantling.comm.local_exchange import LocalStepsExchange
 from scantling.comm.local_steps import OuterOptimizer
 from scantling.errors import NonFiniteError, UserError
@@ -93,6 +93,24 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
     losses, sent = together(2, work)[0]
     assert losses[-1] < 0.85 * losses[0]  # SGD alone reaches 0.80
     assert [number > 0 for number in sent] == [step % 4 == 3 for step in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_of_parameters_change_no_bit(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(replicas: ThreadGroup) -> list[Tensor]:
+        net = copy.deepcopy(START).to(dtype)
+        optimizer = make_optimizer(net, kind, replicas, sync_every=3, batch_shares=[3, 1])
+        net[2].bias.requires_grad_(False)
+        train(net, optimizer, replicas.rank, range(8))
+        return [*net.parameters(), *optimizer.anchors]
+
+    whole = together(2, work)
+    monkeypatch.setattr(local_steps, "_RUN_NUMEL", 6200)
+    assert local_steps._split([6144, 96, 6144, 64]) == [[0], [1], [2], [3]]
+    assert local_steps._split([6144, 50, 6, 64]) == [[0, 1, 2], [3]]
+    for expected, found in zip(whole, together(2, work), strict=True):
+        assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize(("shares", "outer_lr"), [([1, 1], 1.0), ([3, 1], 1.0), ([1, 1, 1, 1], 1.3)])

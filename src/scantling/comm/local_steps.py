@@ -51,8 +51,12 @@ from scantling.comm.param_groups import make_groups
 from scantling.comm.residuals import check_state_keys
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, to_local
 from scantling.errors import UserError
+from scantling.numerics.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 logger = logging.getLogger(__name__)
+
+_RUN_NUMEL = 1 << 26
+"""Elements of parameters that are copied and stepped at once: few launches on a GPU, little memory for them."""
 
 
 class OuterOptimizer:
@@ -125,6 +129,7 @@ class OuterOptimizer:
         self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
         self._own: list[Tensor] | None = None  # parameters of this replica while they hold the common ones
+        self._runs = _split([anchor.numel() for anchor in self.anchors])
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
         exchange.is_elementwise = exchange.decodes_to_fp32 = True
@@ -144,8 +149,8 @@ class OuterOptimizer:
         """
         if self.is_synchronized and self._holds_residuals:
             self.exchange.residuals.discard_unused()
-            for idx, param in enumerate(self._params):
-                to_local(param).copy_(self._start(idx))
+            for run in self._runs:
+                foreach_copy_(self._parts(run), self._starts(run))
             self.is_synchronized = False
 
     @property
@@ -153,12 +158,30 @@ class OuterOptimizer:
         """True if residuals are in the parameters; those of a dense exchange are a momentum, equal on all replicas."""
         return self.keep_unsent and self.exchange.config.exchange != "dense"
 
-    def _start(self, idx: int) -> Tensor:
-        """Return a parameter as this replica began the round."""
-        param, anchor = self._params[idx], self.anchors[idx]
-        if self._holds_residuals and param in self.exchange.residuals:
-            anchor = anchor - self.unsent_step(self.exchange.residuals.read(param)).to(anchor.dtype)
-        return anchor.to(param.dtype)
+    def _parts(self, run: Iterable[int]) -> list[Tensor]:
+        return [to_local(self._params[idx]) for idx in run]
+
+    def _trained(self, run: Iterable[int]) -> list[int]:
+        return [idx for idx in run if self._params[idx].requires_grad]
+
+    def _starts(self, run: Sequence[int]) -> list[Tensor]:
+        """Return parameters as this replica began the round, in new tensors of their dtypes."""
+        anchors, residuals = [self.anchors[idx] for idx in run], self.exchange.residuals
+        starts = _copy_like(anchors, anchors)
+        pairs = [
+            (start, residuals.read(self._params[idx]))
+            for idx, start in zip(run, starts, strict=True)
+            if self._holds_residuals and self._params[idx] in residuals
+        ]
+        if pairs:
+            changed, unsent = map(list, zip(*pairs, strict=True))
+            foreach_add_(changed, unsent, alpha=-self._unsent_rate())
+        parts = self._parts(run)
+        is_narrow = any(part.dtype != start.dtype for part, start in zip(parts, starts, strict=True))
+        return _copy_like(starts, parts) if is_narrow else starts
+
+    def _unsent_rate(self, num_replicas: int | None = None) -> float:
+        return self.outer_lr / (num_replicas or self.exchange.replicas.world_size)
 
     def unsent_step(self, residual: Tensor, *, num_replicas: int | None = None) -> Tensor:
         """Return by how much the residual of one replica lowers its parameters before it is sent.
@@ -169,7 +192,7 @@ class OuterOptimizer:
         """
         if not self._holds_residuals:
             return torch.zeros_like(residual)
-        return residual * (self.outer_lr / (num_replicas or self.exchange.replicas.world_size))
+        return residual * self._unsent_rate(num_replicas)
 
     @torch.no_grad()
     def advance(self, *, at_once: bool = False) -> bool:
@@ -204,15 +227,18 @@ class OuterOptimizer:
         for idx, param in enumerate(self._params):
             if param.requires_grad:  # perhaps since the last exchange
                 self.anchors[idx] = self.anchors[idx].to(anchor_dtype(param))
-            part = to_local(param)
-            # d: the way from the start of the round, times N by the share of the replica
-            moved = self._start(idx) - part
-            if self.weight != 1.0:
-                moved *= self.weight
-            part.copy_(self.anchors[idx])  # replicas compare these values
             param.grad = None
-            if param.requires_grad:  # frozen parameters are not exchanged, and must not change on one replica
-                param.grad = as_gradient(moved, param)
+        for run in self._runs:
+            # frozen parameters are not exchanged, and must not change on one replica
+            if trained := self._trained(run):
+                # d: the way from the start of the round, times N by the share of the replica
+                moved = self._starts(trained)
+                foreach_add_(moved, self._parts(trained), alpha=-1.0)
+                if self.weight != 1.0:
+                    foreach_mul_(moved, self.weight)
+                for idx, move in zip(trained, moved, strict=True):
+                    self._params[idx].grad = as_gradient(move, self._params[idx])
+            foreach_copy_(self._parts(run), [self.anchors[idx] for idx in run])  # replicas compare these values
         # D = mean of d over the replicas
         self.is_synchronized = True  # also if the exchange fails
         try:
@@ -224,25 +250,31 @@ class OuterOptimizer:
         self.wire_bytes = self.exchange.wire_bytes
         # The weights of the mean add up to less or more if replicas were left out.
         correction = mean_correction(self._shares, self.exchange.nonfinite_ranks)
-        for idx, (param, anchor) in enumerate(zip(self._params, self.anchors, strict=True)):
-            if param.requires_grad:
-                anchor -= self._outer_step(idx, mean[idx].to(anchor.dtype), correction)
-            to_local(param).copy_(anchor)
+        for run in self._runs:
+            if trained := self._trained(run):
+                anchors = [self.anchors[idx] for idx in trained]
+                means = [mean[idx].to(anchor.dtype) for idx, anchor in zip(trained, anchors, strict=True)]
+                self._take_outer_step(trained, anchors, means, correction)
+            foreach_copy_(self._parts(run), [self.anchors[idx] for idx in run])
 
-    def _outer_step(self, idx: int, mean: Tensor, correction: float) -> Tensor:
-        """Return the step of SGD with Nesterov momentum; overwrites the mean pseudo-gradient D.
+    def _take_outer_step(
+        self, run: Sequence[int], anchors: list[Tensor], means: list[Tensor], correction: float
+    ) -> None:
+        """Take the step of SGD with Nesterov momentum from anchors; overwrites the mean pseudo-gradients D.
 
         Multiplications and additions are separate operations: `torch.optim.SGD` fuses them where the processor can,
         which rounds once instead of twice, so that replicas on other processors would part.
         """
         if correction != 1.0:
-            mean *= correction
+            foreach_mul_(means, correction)
         if self.outer_momentum:
             # m <- mu m + D;  D <- D + mu m
-            momentum = self.momenta.get(idx)
-            self.momenta[idx] = mean.clone() if momentum is None else momentum.mul_(self.outer_momentum).add_(mean)
-            mean += self.momenta[idx] * self.outer_momentum
-        return mean.mul_(self.outer_lr)
+            for idx, each in zip(run, means, strict=True):
+                momentum = self.momenta.get(idx)
+                self.momenta[idx] = each.clone() if momentum is None else momentum.mul_(self.outer_momentum).add_(each)
+                each += self.momenta[idx] * self.outer_momentum
+        foreach_mul_(means, self.outer_lr)
+        foreach_add_(anchors, means, alpha=-1.0)
 
     @contextmanager
     def common_parameters(self) -> Iterator[None]:
@@ -312,6 +344,26 @@ class OuterOptimizer:
         self.anchors[number] = self.anchors[number].index_select(dim, index)
         if number in self.momenta:
             self.momenta[number] = self.momenta[number].index_select(dim, index)
+
+
+def _copy_like(values: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+    """Return copies of values in the dtypes of other tensors of the same shapes."""
+    copies = [torch.empty_like(like) for like in likes]
+    foreach_copy_(copies, values)
+    return copies
+
+
+def _split(numels: Sequence[int]) -> list[list[int]]:
+    """Return runs of consecutive parameters of at most `_RUN_NUMEL` elements, or of one that is larger."""
+    runs: list[list[int]] = [[]]
+    size = 0
+    for idx, numel in enumerate(numels):
+        if size + numel > _RUN_NUMEL and runs[-1]:
+            runs.append([])
+            size = 0
+        runs[-1].append(idx)
+        size += numel
+    return runs
 
 
 def anchor_dtype(param: Tensor) -> torch.dtype:

@@ -444,9 +444,8 @@ def _is_supported(block_group: BlockGroup, tensors: Sequence[Tensor]) -> bool:
 def _has_small_blocks(block_group: BlockGroup) -> bool:
     """Return True if a block fits into one program."""
     spec = block_group.spec
-    if (
-        spec.codec.is_dense and spec.height == 1
-    ):  # single elements, those of a dense exchange, would be one program each
+    if spec.codec.is_dense and spec.height == 1:
+        # Single elements, those of a dense exchange, would be one program each.
         return 1 < spec.width <= MOST_COLUMNS
     return max(spec.height, spec.width) <= MOST_SIDE
 
