@@ -257,7 +257,7 @@ def test_stored_recipe_keeps_the_defaults_of_its_method(tmp_path: Path) -> None:
         ({"name": "local_steps", "chunk": 16}, 256, 15),
         ({"name": "local_steps", "chunk": "16"}, 256, 15),
         ({"name": "local_steps", "exchange": "dense", **budget}, 4096, None),
-        ({"name": "diloco"}, 32, 100),
+        ({"name": "diloco"}, 32, 250),
         ({"name": "diloco", **budget}, 32, None),
         ({"name": "demo", **budget}, None, 1),
         (budget, None, None),
