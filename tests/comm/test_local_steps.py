@@ -13,6 +13,7 @@ import scantling as sc
 from scantling.comm import LocalSteps, diloco, local_steps, sparseloco
 from scantling.comm.local_exchange import LocalStepsExchange
 from scantling.comm.local_steps import OuterOptimizer
+from scantling.comm.param_groups import split_by_numel
 from scantling.errors import NonFiniteError, UserError
 from scantling.trainer.recipe.schema import CommSection
 from tests.comm.replicas import ThreadGroup, together
@@ -97,7 +98,7 @@ def test_local_steps_lower_loss_and_send_periodically(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["diloco", "sparseloco"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_runs_of_parameters_change_no_bit(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_of_parameters_change_no_bit(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(replicas: ThreadGroup) -> list[Tensor]:
         net = copy.deepcopy(START).to(dtype)
         optimizer = make_optimizer(net, kind, replicas, sync_every=3, batch_shares=[3, 1])
@@ -106,9 +107,9 @@ def test_runs_of_parameters_change_no_bit(kind: str, dtype: torch.dtype, monkeyp
         return [*net.parameters(), *optimizer.anchors]
 
     whole = together(2, work)
-    monkeypatch.setattr(local_steps, "_RUN_NUMEL", 6200)
-    assert local_steps._split([6144, 96, 6144, 64]) == [[0], [1], [2], [3]]
-    assert local_steps._split([6144, 50, 6, 64]) == [[0, 1, 2], [3]]
+    monkeypatch.setattr(local_steps, "_BUCKET_NUMEL", 6200)
+    assert split_by_numel([6144, 96, 6144, 64], 6200) == [[0], [1], [2], [3]]
+    assert split_by_numel([6144, 50, 6, 64], 6200) == [[0, 1, 2], [3]]
     for expected, found in zip(whole, together(2, work), strict=True):
         assert all(map(torch.equal, expected, found))
 

@@ -47,7 +47,7 @@ from scantling.comm.config import (
 from scantling.comm.demo import grad_scale, unscale_gradients
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.momentum_watch import MomentumWatch
-from scantling.comm.param_groups import make_groups
+from scantling.comm.param_groups import make_groups, split_by_numel
 from scantling.comm.residuals import check_state_keys
 from scantling.comm.transport.shards import all_agree, all_finite, as_gradient, to_local
 from scantling.errors import UserError
@@ -55,8 +55,8 @@ from scantling.numerics.torch_private import foreach_add_, foreach_copy_, foreac
 
 logger = logging.getLogger(__name__)
 
-_RUN_NUMEL = 1 << 26
-"""Elements of parameters that are copied and stepped at once: few launches on a GPU, little memory for them."""
+_BUCKET_NUMEL = 1 << 26
+"""Elements of a bucket of parameters, copied and stepped at once: few launches on a GPU, little memory for copies."""
 
 
 class OuterOptimizer:
@@ -129,7 +129,7 @@ class OuterOptimizer:
         self.momenta: dict[int, Tensor] = {}
         self.steps, self.wire_bytes, self.is_synchronized = 0, 0, True
         self._own: list[Tensor] | None = None  # parameters of this replica while they hold the common ones
-        self._runs = _split([anchor.numel() for anchor in self.anchors])
+        self._buckets = split_by_numel([anchor.numel() for anchor in self.anchors], _BUCKET_NUMEL)
         # watches nothing: pseudo-gradients are no momentum, and the outer one is wanted
         exchange.momentum_watch = MomentumWatch(())
         exchange.is_elementwise = exchange.decodes_to_fp32 = True
@@ -149,8 +149,8 @@ class OuterOptimizer:
         """
         if self.is_synchronized and self._holds_residuals:
             self.exchange.residuals.discard_unused()
-            for run in self._runs:
-                foreach_copy_(self._parts(run), self._starts(run))
+            for bucket in self._buckets:
+                foreach_copy_(self._parts(bucket), self._starts(bucket))
             self.is_synchronized = False
 
     @property
@@ -158,25 +158,25 @@ class OuterOptimizer:
         """True if residuals are in the parameters; those of a dense exchange are a momentum, equal on all replicas."""
         return self.keep_unsent and self.exchange.config.exchange != "dense"
 
-    def _parts(self, run: Iterable[int]) -> list[Tensor]:
-        return [to_local(self._params[idx]) for idx in run]
+    def _parts(self, bucket: Iterable[int]) -> list[Tensor]:
+        return [to_local(self._params[idx]) for idx in bucket]
 
-    def _trained(self, run: Iterable[int]) -> list[int]:
-        return [idx for idx in run if self._params[idx].requires_grad]
+    def _trained(self, bucket: Iterable[int]) -> list[int]:
+        return [idx for idx in bucket if self._params[idx].requires_grad]
 
-    def _starts(self, run: Sequence[int]) -> list[Tensor]:
+    def _starts(self, bucket: Sequence[int]) -> list[Tensor]:
         """Return parameters as this replica began the round, in new tensors of their dtypes."""
-        anchors, residuals = [self.anchors[idx] for idx in run], self.exchange.residuals
+        anchors, residuals = [self.anchors[idx] for idx in bucket], self.exchange.residuals
         starts = _copy_like(anchors, anchors)
         pairs = [
             (start, residuals.read(self._params[idx]))
-            for idx, start in zip(run, starts, strict=True)
+            for idx, start in zip(bucket, starts, strict=True)
             if self._holds_residuals and self._params[idx] in residuals
         ]
         if pairs:
             changed, unsent = map(list, zip(*pairs, strict=True))
             foreach_add_(changed, unsent, alpha=-self._unsent_rate())
-        parts = self._parts(run)
+        parts = self._parts(bucket)
         is_narrow = any(part.dtype != start.dtype for part, start in zip(parts, starts, strict=True))
         return _copy_like(starts, parts) if is_narrow else starts
 
@@ -228,9 +228,9 @@ class OuterOptimizer:
             if param.requires_grad:  # perhaps since the last exchange
                 self.anchors[idx] = self.anchors[idx].to(anchor_dtype(param))
             param.grad = None
-        for run in self._runs:
+        for bucket in self._buckets:
             # frozen parameters are not exchanged, and must not change on one replica
-            if trained := self._trained(run):
+            if trained := self._trained(bucket):
                 # d: the way from the start of the round, times N by the share of the replica
                 moved = self._starts(trained)
                 foreach_add_(moved, self._parts(trained), alpha=-1.0)
@@ -238,7 +238,7 @@ class OuterOptimizer:
                     foreach_mul_(moved, self.weight)
                 for idx, move in zip(trained, moved, strict=True):
                     self._params[idx].grad = as_gradient(move, self._params[idx])
-            foreach_copy_(self._parts(run), [self.anchors[idx] for idx in run])  # replicas compare these values
+            foreach_copy_(self._parts(bucket), [self.anchors[idx] for idx in bucket])  # replicas compare these values
         # D = mean of d over the replicas
         self.is_synchronized = True  # also if the exchange fails
         try:
@@ -250,15 +250,15 @@ class OuterOptimizer:
         self.wire_bytes = self.exchange.wire_bytes
         # The weights of the mean add up to less or more if replicas were left out.
         correction = mean_correction(self._shares, self.exchange.nonfinite_ranks)
-        for run in self._runs:
-            if trained := self._trained(run):
+        for bucket in self._buckets:
+            if trained := self._trained(bucket):
                 anchors = [self.anchors[idx] for idx in trained]
                 means = [mean[idx].to(anchor.dtype) for idx, anchor in zip(trained, anchors, strict=True)]
                 self._take_outer_step(trained, anchors, means, correction)
-            foreach_copy_(self._parts(run), [self.anchors[idx] for idx in run])
+            foreach_copy_(self._parts(bucket), [self.anchors[idx] for idx in bucket])
 
     def _take_outer_step(
-        self, run: Sequence[int], anchors: list[Tensor], means: list[Tensor], correction: float
+        self, bucket: Sequence[int], anchors: list[Tensor], means: list[Tensor], correction: float
     ) -> None:
         """Take the step of SGD with Nesterov momentum from anchors; overwrites the mean pseudo-gradients D.
 
@@ -269,7 +269,7 @@ class OuterOptimizer:
             foreach_mul_(means, correction)
         if self.outer_momentum:
             # m <- mu m + D;  D <- D + mu m
-            for idx, each in zip(run, means, strict=True):
+            for idx, each in zip(bucket, means, strict=True):
                 momentum = self.momenta.get(idx)
                 self.momenta[idx] = each.clone() if momentum is None else momentum.mul_(self.outer_momentum).add_(each)
                 each += self.momenta[idx] * self.outer_momentum
@@ -351,19 +351,6 @@ def _copy_like(values: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(like) for like in likes]
     foreach_copy_(copies, values)
     return copies
-
-
-def _split(numels: Sequence[int]) -> list[list[int]]:
-    """Return runs of consecutive parameters of at most `_RUN_NUMEL` elements, or of one that is larger."""
-    runs: list[list[int]] = [[]]
-    size = 0
-    for idx, numel in enumerate(numels):
-        if size + numel > _RUN_NUMEL and runs[-1]:
-            runs.append([])
-            size = 0
-        runs[-1].append(idx)
-        size += numel
-    return runs
 
 
 def anchor_dtype(param: Tensor) -> torch.dtype:

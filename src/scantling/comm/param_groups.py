@@ -41,6 +41,19 @@ def parameter_names(groups: Sequence[Group]) -> list[str]:
     return [name if times[name] == 1 else f"group {number}, {name}" for number, name in pairs]
 
 
+def split_by_numel(numels: Sequence[int], most: int) -> list[list[int]]:
+    """Return buckets of consecutive indices of at most `most` elements together, or of one that has more."""
+    buckets: list[list[int]] = []
+    size = 0
+    for idx, numel in enumerate(numels):
+        if not buckets or size + numel > most:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(idx)
+        size += numel
+    return buckets
+
+
 def make_groups(given: Iterable[Any], defaults: Group) -> list[Group]:
     """Return groups with all options; parameters alone, or (name, parameter) pairs, are one group."""
     check_given(given)

@@ -15,6 +15,7 @@ code, so that decoded values encode to the same codes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from scantling.comm.codec.block_group import BlockGroup
 from scantling.comm.collectives import Outcome, Sparse
 from scantling.comm.config import RESIDUAL_ROW, ExchangeConfig, ResidualFormat
 from scantling.comm.layout import keeps_residuals, residual_format, residual_indices
-from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names
+from scantling.comm.param_groups import Group, all_parameters, group_by_param, parameter_names, split_by_numel
 from scantling.comm.transport.group import ReplicaGroup
 from scantling.comm.transport.shards import all_finite, to_local
 from scantling.errors import UserError
@@ -276,18 +277,13 @@ class Residuals:
 
     def average(self, replicas: ReplicaGroup) -> None:
         """Replace all residuals by their mean over the replicas. Collectives: all-reduces of up to 64 MiB."""
-        batch: list[tuple[int, Tensor]] = []
+        numels = [to_local(self.params[idx]).numel() for idx in residual_indices(self.param_groups, self.config)]
+        items = self.finite_items()
         # Batches depend on shapes only, so that all replicas run the same all-reduces.
-        for idx, residual in self.finite_items():
-            if batch and sum(each.numel() for _, each in batch) + residual.numel() > MAX_AVERAGED_NUMEL:
-                self._average_batch(replicas, batch)
-                batch = []
-            batch.append((idx, residual))
-        self._average_batch(replicas, batch)
+        for batch in split_by_numel(numels, MAX_AVERAGED_NUMEL):
+            self._average_batch(replicas, list(islice(items, len(batch))))
 
     def _average_batch(self, replicas: ReplicaGroup, batch: Sequence[tuple[int, Tensor]]) -> None:
-        if not batch:
-            return
         # One flat buffer: few large collectives instead of one for each parameter.
         mean = replicas.all_reduce_mean(torch.cat([residual.flatten() for _, residual in batch]))
         parts = torch.split(mean, [residual.numel() for _, residual in batch])

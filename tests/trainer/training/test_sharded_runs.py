@@ -203,7 +203,7 @@ def test_settings_that_do_not_fit_are_refused(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_the_exchange_between_replicas_answers_every_call() -> None:
+def test_sharded_exchange_passes_every_method_on() -> None:
     """A method of `GradientExchange` that is not passed on would act as if there were one process."""
     calls = [name for name, each in vars(GradientExchange).items() if callable(each) or isinstance(each, property)]
     assert [name for name in calls if not name.startswith("_") and name not in vars(ShardedExchange)] == []
