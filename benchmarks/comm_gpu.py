@@ -44,6 +44,7 @@ from scantling.comm.config import LOCAL_STEPS, OUTER_LR
 from scantling.comm.exchange import MomentumExchange
 from scantling.comm.layout import all_block_groups, make_buckets
 from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+from scantling.numerics.torch_private import foreach_add_
 
 REPLICAS = 2
 CONTROL = "copy"
@@ -186,8 +187,7 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     work["exchange"] = lambda: stepped(made, gradients)  # last, because it changes the residuals
     for one in work.values():
         one()
-    times = time_in_turns(work, rounds, device)
-    rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
+    rows = compare_to_control(work, rounds, device)
     sent = made.planned_wire_bytes(REPLICAS)
     print(
         f"topk {case['topk']:2}, residual {case['residual']}, {case['dtype']}: {sent:,} bytes, "
@@ -196,7 +196,6 @@ def codec(case: dict[str, Any], model: dict[str, Any], rounds: int, device: str)
     for name, row in rows.items():
         print(f"  {name:10} {1e3 * row['median_s']:9.3f} ms  {row['ratio']:7.2f} of a copy", flush=True)
     launches = count_launches(work["exchange"], device)
-    print(f"  {'no GPU, no' if launches is None else launches} launches of an exchange", flush=True)
     found = {"wire_bytes": sent, "repeatable": repeatable, "numbers": numbers, "launches": launches, "parts": rows}
     return {**case, **found}
 
@@ -206,13 +205,14 @@ def local_steps(model: dict[str, Any], rounds: int, device: str) -> dict[str, An
     exchange = outer_exchange("sparseloco", make_groups(dtype=torch.bfloat16, device=device, **model), check_every=None)
     outer = OuterOptimizer(exchange, sync_every=LOCAL_STEPS, outer_lr=OUTER_LR)
     generator = torch.Generator(device).manual_seed(0)
-    moves = [1e-3 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=device) for p in outer._params]
-    numbers = sum(param.numel() for param in outer._params)
+    params = parameters(exchange)
+    moves = [1e-3 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=device) for p in params]
+    numbers = sum(param.numel() for param in params)
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
 
     @torch.no_grad()
     def synchronize() -> None:
-        torch._foreach_add_(outer._params, moves)
+        foreach_add_(params, moves)
         outer.synchronize()
         outer.begin_round()
 
@@ -220,24 +220,31 @@ def local_steps(model: dict[str, Any], rounds: int, device: str) -> dict[str, An
     for _ in range(2):
         for one in work.values():
             one()
-    times = time_in_turns(work, rounds, device)
-    rows = {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
-    launches = count_launches(synchronize, device)
+    rows = compare_to_control(work, rounds, device)
     row = rows["synchronization"]
-    print(f"local steps: {1e3 * row['median_s']:.3f} ms, {row['ratio']:.2f} of a copy, {launches} launches", flush=True)
+    print(f"local steps: {1e3 * row['median_s']:.3f} ms, {row['ratio']:.2f} of a copy", flush=True)
+    launches = count_launches(synchronize, device)
     sent = exchange.planned_wire_bytes(REPLICAS)
     return {"every": LOCAL_STEPS, "wire_bytes": sent, "numbers": numbers, "launches": launches, "parts": rows}
 
 
+def compare_to_control(work: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, dict[str, Any]]:
+    """Return the median seconds of each work, measured in turns, and their ratio to those of the control."""
+    times = time_in_turns(work, rounds, device)
+    return {name: {**ratio(own, times[CONTROL]), "median_s": float(np.median(own))} for name, own in times.items()}
+
+
 def count_launches(work: Callable[[], Any], device: str) -> int | None:
-    """Return the number of kernels, copies and fills that some work starts on a GPU; None without one."""
+    """Return and print the number of kernels, copies and fills that some work starts on a GPU; None without one."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
+    launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
+    print(f"  {launches} launches", flush=True)
+    return launches
 
 
 def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device: str) -> dict[str, Any]:
@@ -270,6 +277,13 @@ def compute(model: dict[str, Any], tokens: tuple[int, int], rounds: int, device:
     return {**found, "layer_s": each, "compute_s": whole}
 
 
+def share_of_step(seconds: float, cost: dict[str, Any]) -> float:
+    """Return and print the share of an exchange in a step that takes `seconds` for it."""
+    share: float = seconds / (seconds + cost["compute_s"])
+    print(f"  {share:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")
+    return share
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="1.3b")
@@ -288,14 +302,10 @@ def main() -> int:
     rows = []
     for case in CASES:
         row = codec(case, model, options.rounds, options.device)
-        seconds = row["parts"]["exchange"]["median_s"]
-        row["share_of_step"] = seconds / (seconds + cost["compute_s"])
-        print(f"  {row['share_of_step']:.2%} of a step of {cost['tokens']:,} tokens; the aim is below {AIM:.0%}")
+        row["share_of_step"] = share_of_step(row["parts"]["exchange"]["median_s"], cost)
         rows.append(row)
     outer = local_steps(model, options.rounds, options.device)
-    seconds = outer["parts"]["synchronization"]["median_s"] / LOCAL_STEPS
-    outer["share_of_step"] = seconds / (seconds + cost["compute_s"])
-    print(f"  {outer['share_of_step']:.2%} of a step, one of {LOCAL_STEPS}; the aim is below {AIM:.0%}")
+    outer["share_of_step"] = share_of_step(outer["parts"]["synchronization"]["median_s"] / LOCAL_STEPS, cost)
     measured = {"compute": cost, "cases": rows, "local_steps": outer}
     report = dated(__file__, replicas=REPLICAS, control=CONTROL, aim=AIM, **measured)
     print(write(report, f"comm-{options.device}", options.out))

@@ -106,6 +106,7 @@ def count(case: str, *, kernels: bool) -> dict[str, Any]:
     import scantling as sc
     from scantling.comm.config import OUTER_LR
     from scantling.comm.local_steps import OuterOptimizer, outer_exchange
+    from scantling.numerics.torch_private import foreach_zero_
 
     torch.manual_seed(0)
     model = make_model().bfloat16()
@@ -113,26 +114,28 @@ def count(case: str, *, kernels: bool) -> dict[str, Any]:
     launched: Counter[str] = Counter()
     with as_on_a_gpu(launched, kernels=kernels):
         groups, options = sc.param_groups(model), {"check_every": None, **CASES[case]}
-        made, outer = sc.MomentumExchange(groups, **options), None
+        outer = None
         if case == "local steps":
             made = outer_exchange("sparseloco", groups, **options)
             outer = OuterOptimizer(made, sync_every=1, outer_lr=OUTER_LR)
+        else:
+            made = sc.MomentumExchange(groups, **options)
         made.announces = False
         for step in range(STEPS):
             for param in model.parameters():
-                if outer is not None:
-                    param.data.copy_(torch.randn_like(param))
-                else:
+                if outer is None:
                     param.grad = torch.randn_like(param)
+                else:
+                    param.data.copy_(torch.randn_like(param))
             if outer is not None:
-                torch._foreach_zero_(outer.anchors)  # kernels that compute nothing leave them undefined
+                foreach_zero_(outer.anchors)  # kernels that compute nothing leave them undefined
             launched.clear()
             with CountOperations() if step == STEPS - 1 else ExitStack() as operations:
-                if outer is not None:
+                if outer is None:
+                    made.exchange()
+                else:
                     outer.advance()
                     outer.begin_round()
-                else:
-                    made.exchange()
         groups = len(made._update_layout().block_groups)
     found = {name: times for name, times in operations.counts.items() if name not in NO_LAUNCH}
     total = sum(found.values()) + sum(launched.values())

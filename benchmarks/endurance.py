@@ -1,9 +1,9 @@
 """Run the long tests of exchange and resume, and record the outcome of each.
 
-    python benchmarks/endurance.py exchange   # about half an hour on two cores
-    python benchmarks/endurance.py kills      # about an hour on two cores
-    python benchmarks/endurance.py shards     # about a quarter of an hour on two cores
-    python benchmarks/endurance.py local-steps   # about a quarter of an hour on two cores
+    python benchmarks/endurance.py exchange      # about half an hour on two cores
+    python benchmarks/endurance.py kills         # about an hour on two cores
+    python benchmarks/endurance.py local-steps   # about six minutes on two cores
+    python benchmarks/endurance.py shards        # about a quarter of an hour on two cores
 
 `exchange`: 200 steps over a distributed checkpoint to the same bits, plain and with FSDP2 shards; 2,000 steps with
 equal hashes for each exchange strategy; kills at 20 random steps, resumed to the same bits; replicas that are killed,
