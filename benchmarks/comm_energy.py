@@ -1,9 +1,11 @@
 """Measure how much of a residual each channel of an exchange delivers: embeddings, head and matrices of a small Llama.
 
-    python benchmarks/comm_energy.py             about five minutes on one core
+    python benchmarks/comm_energy.py                             about five minutes on one core
+    python benchmarks/comm_energy.py --vocabulary 32768 131072   about an hour
 
-The decoder of comm_quality.py's `novels-8k` (vocabulary of 8,192, tied or untied head) is trained by AdamW on one
-process. At the same time each channel keeps its own residual r with error feedback, as one replica would:
+The decoder of comm_quality.py's `novels-8k`, with a tied and an untied head, is trained by AdamW on one process. With
+`--vocabulary` of more than 32,768 rows, the text uses the first 32,768. At the same time each channel keeps its own
+residual r with error feedback, as one replica would:
 
     r <- decay r + g,   q = message(r),   r <- r - q
 
@@ -41,6 +43,8 @@ from scantling.trainer.tasks import get_task
 from scantling.trainer.training.build import build_run_model
 
 EVERY = 5
+MOST_TOKENS = 32_768
+"""Rows of the largest vocabulary that is trained; the novels have 47,208 tokens at most."""
 OPTIONS = make_config({"topk": 8, "values": "sign", "dense": "sign"}).group_options
 GROUP = {**OPTIONS, **INTERNAL_DEFAULTS, "role": "matrix"}
 CHANNELS: dict[str, dict[str, dict[str, Any]]] = {
@@ -97,11 +101,17 @@ def most_energy(values: Tensor) -> Tensor:
     return (sums.square() / torch.arange(1, values.shape[1] + 1)).amax(1)
 
 
-def train(tied: bool, steps: int, seed: int) -> list[dict[str, Any]]:
+def train(vocabulary: int, tied: bool, steps: int, seed: int) -> list[dict[str, Any]]:
     """Train the model, and return one row for each kind of parameter, input and channel."""
     recipe = build_recipe({**run_spec("novels-8k", "ddp fp32", 2e-3, seed), "steps": steps})
     overrides = {**recipe["model"]["overrides"], "tie_word_embeddings": tied}
-    recipe = load_recipe({**recipe, "model": {**recipe["model"], "overrides": overrides}})
+    recipe = load_recipe(
+        {
+            **recipe,
+            "model": {**recipe["model"], "overrides": {**overrides, "vocab_size": vocabulary}},
+            "data": {**recipe["data"], "tokenizer": {"bpe": min(vocabulary, MOST_TOKENS)}},
+        }
+    )
     task = get_task(recipe_task(recipe))
     data = task.prepare(recipe.data, seed=0)
     model = build_run_model(ResolvedRun(recipe, task, 1, "cpu", data))
@@ -130,7 +140,7 @@ def train(tied: bool, steps: int, seed: int) -> list[dict[str, Any]]:
             if step % EVERY == 0:
                 starts = {name: param.detach().clone() for name, param in params.items()}
             optimizer.zero_grad()
-    return [*rows(channels, tied)]
+    return [{"vocabulary": vocabulary, "tied": tied, **row} for row in rows(channels)]
 
 
 def make_group(param: Tensor, options: dict[str, Any]) -> BlockGroup:
@@ -139,7 +149,7 @@ def make_group(param: Tensor, options: dict[str, Any]) -> BlockGroup:
     return made
 
 
-def rows(channels: dict[tuple[str, str, str], Channel], tied: bool) -> Iterator[dict[str, Any]]:
+def rows(channels: dict[tuple[str, str, str], Channel]) -> Iterator[dict[str, Any]]:
     def find_kind(name: str) -> str:
         return "embedding" if "embed" in name else "head" if "lm_head" in name else "matrices"
 
@@ -147,7 +157,6 @@ def rows(channels: dict[tuple[str, str, str], Channel], tied: bool) -> Iterator[
         found = [each for (name, *rest), each in channels.items() if (find_kind(name), *rest) == key]
         total = sum(each.total for each in found)
         yield {
-            "tied": tied,
             **dict(zip(("kind", "source", "channel"), key, strict=True)),
             "bits": 8 * sum(each.block_group.num_bytes for each in found) / sum(c.residual.numel() for c in found),
             "energy": sum(each.kept for each in found) / total,
@@ -157,13 +166,20 @@ def rows(channels: dict[tuple[str, str, str], Channel], tied: bool) -> Iterator[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[8192], help="rows of the embedding")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    results = [row for tied in (True, False) for row in train(tied, options.steps, options.seed)]
+    results = [
+        row
+        for vocabulary in options.vocabulary
+        for tied in (True, False)
+        for row in train(vocabulary, tied, options.steps, options.seed)
+    ]
     for row in results:
         print(
+            f"{row['vocabulary']:7} "
             f"{'tied' if row['tied'] else 'untied':7} {row['kind']:10} {row['source']:12} {row['channel']:26} "
             f"{row['bits']:6.3f} bits  energy {row['energy']:.3f}  fewer {row['fewer']:.3f}"
         )

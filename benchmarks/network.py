@@ -11,6 +11,8 @@ out packet headers. Times are medians over the steps; each process has one threa
 replicas, only bytes are reported. `--rounds` repeats all methods several times and reports each method's ratio to the
 first one in the same round.
 
+On a CPU without bf16 instructions, bf16_products.py emulates bf16 products; `widened` marks the lines of such runs.
+
 With a round-trip time, a process instead of the bridge delays every frame, of 9000 bytes, by half of it. The round trip
 of a byte is measured first, and the result is marked as emulated.
 
@@ -219,12 +221,15 @@ def sent_bytes() -> int:
 def worker(rank: int, options: argparse.Namespace) -> None:
     """Run one replica in its namespace; print a line of JSON to stdout."""
     import torch
+    from bf16_products import bf16_products
     from comm_methods import group
+    from small_models import keep_freed_memory
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    with group(f"{address(0)}:{PORT + 1}", rank, options.replicas):
+    with group(f"{address(0)}:{PORT + 1}", rank, options.replicas), bf16_products():
         print(json.dumps({"rank": rank, **time_steps(rank, options)}), flush=True)
 
 
@@ -234,7 +239,7 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     from comm_methods import METHODS
     from comm_quality import WORKS, channel_options
 
-    from scantling.numerics.device import autocast
+    from scantling.numerics.device import autocast, has_fast_matmul
 
     torch.manual_seed(0)
     model, examples = workload(options, torch.Generator().manual_seed(rank))
@@ -269,6 +274,7 @@ def time_steps(rank: int, options: argparse.Namespace) -> dict[str, Any]:
         "cpu_s": (time.process_time() - cpu) / options.steps,
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "num_parameters": sum(param.numel() for param in replica.model.parameters()),
+        **({} if has_fast_matmul(options.compute, torch.device("cpu")) else {"widened": True}),
     }
 
 
