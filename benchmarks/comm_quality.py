@@ -7,10 +7,6 @@
                                                  outer rates
     python benchmarks/comm_quality.py rates      replicas that step AdamW on their own and average all weights after
                                                  every step, at the rates of AdamW under DDP and at higher ones
-    python benchmarks/comm_quality.py shorter    AdamW under DDP in as few steps as a slow link leaves time for, each
-                                                 with its own schedule and a swept rate; for time_to_loss.py
-    python benchmarks/comm_quality.py longer     five local steps in longer runs, which end at the loss of AdamW under
-                                                 DDP, each with its own schedule; for time_to_loss.py
     python benchmarks/comm_quality.py report     the current state of the sweep
 
 comm_table.py turns the result lines into tables, with differences paired by seed. time_to_loss.py computes from them
@@ -32,6 +28,8 @@ The data sets, `--data`:
 - `llama-10m-8k-batch32`: the same with batches of 32 x 128 tokens, four times as many, for 600 steps. Only averaged
   AdamW is swept; Muon takes one pair of rates.
 - `llama-10m`: 300 steps in fp32 of AdamW under DDP alone; the learning rate of embeddings comes from these runs.
+- `llama-10m-64`: the same model for 2,000 steps of 8 x 64 tokens, in fp32, which takes ten minutes on two cores: DeMo
+  and its settings, local steps, and the other methods.
 
 Two replicas are two processes, each with half of every batch. Four and eight replicas each have a smaller part and take
 the rates that are best with two; the result of AdamW under DDP is taken from two replicas, because it computes the
@@ -58,7 +56,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -196,25 +194,35 @@ WORKS["shapes-vit"] = replace(
 WORKS["llama-10m-long"] = replace(
     WORKS["llama-10m"],
     steps=2250,
+    methods=("ddp fp32", LOCAL, LOCAL_OWNER),
+    grid=replace(GRID, start=2),
+    seeds=range(5),
+    few_seeds=range(3),
+    compute="bf16",
+)
+WORKS["llama-10m-64"] = replace(
+    WORKS["llama-10m"],
+    data={**WORKS["llama-10m"].data, "seq_len": 64},
+    steps=2000,
     methods=(
+        "ddp, one rate",
         "ddp fp32",
-        LOCAL,
-        LOCAL_OWNER,
-        SIGNS,
-        SIGNS_MUON,
+        DDP_MUON,
         BETA1_0,
         "exchange k8, came beta1 0",
         OURS,
         "ours k8 muon",
+        SIGNS,
+        SIGNS_MUON,
         "powersgd r4",
         "dion r16",
         "one bit, adamw",
         "diloco h30",
     ),
+    eval_samples=400,
     grid=replace(GRID, start=2),
-    seeds=range(5),
+    seeds=range(3),
     few_seeds=range(3),
-    compute="bf16",
 )
 WORKS["llama-10m-8k"] = replace(
     WORKS["llama-10m-long"],
@@ -320,19 +328,11 @@ MOMENTUM: dict[str, tuple[str, dict[str, Any]]] = {
     "signs, decay 0.99": (OURS, {"decay": 0.99}),
     "signs, 32 of 4,096": (OURS, {"topk": 32}),
 }
-"""Variants of `llama-10m-long`: DeMo's settings at its size, with the seed of the sweep."""
+"""Variants of `llama-10m-64`: DeMo's settings at its size, with the seed of the sweep."""
 AVERAGED = {"topk": 4096, "values": "fp32", "dense": "fp32", "every": 1}
 """Options of SELDOM that average all weights after every step."""
 DDP_RATES = (2e-3, 8e-3)
 """Learning rates of matrices and of embeddings for averaged gradients, in the phase `rates`."""
-SHORTER, LONGER = (28, 208), (2600,)
-"""Lengths in steps of the phases of these names on `llama-10m-long`.
-
-`shorter`: METHODS[0], with as many steps as it has time for at 10 and at 100 Mbit/s until other methods have finished.
-`longer`: LOCAL.
-"""
-FACTORS = (1, 2, 4, 8)
-"""Rates of the shorter runs, as multiples of the best rate; short runs want a higher rate."""
 Lines = dict[str, Line]
 
 
@@ -365,13 +365,6 @@ def make_grid(data: str, method: str) -> Grid:
     """Return the learning rates of a method, starting near its expected best rate."""
     grid = WORKS[data].grid
     return replace(grid, start=STARTS.get(method, grid.start))
-
-
-def length_specs(data: str, method: str, rates: dict[str, float], seed: int, lengths: Iterable[int]) -> Iterator[Spec]:
-    """Return the runs of the phases `shorter` and `longer`, given the best rates."""
-    for steps in lengths:
-        for factor in FACTORS if steps in SHORTER else (1,):
-            yield {**run_spec(data, method, seed=seed, **{**rates, "lr": factor * rates["lr"]}), "steps": steps}
 
 
 def warm_up_steps(method: str, steps: int) -> int:
@@ -569,7 +562,7 @@ def seeds_for(data: str, method: str) -> range:
 
 
 def settings_for(data: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    return VOCABULARY if WORKS[data].tunes_dense else MOMENTUM if data == "llama-10m-long" else SETTINGS
+    return VOCABULARY if WORKS[data].tunes_dense else MOMENTUM if data == "llama-10m-64" else SETTINGS
 
 
 def setting_seeds(data: str) -> range:
@@ -616,7 +609,7 @@ def report(lines: Lines, data: str) -> None:
 
 
 def main() -> int:
-    phases = ["sweep", "seeds", "settings", "rates", "shorter", "longer", "report"]
+    phases = ["sweep", "seeds", "settings", "rates", "report"]
     parser = command_line(__doc__, phases, RESULTS / "comm-quality.jsonl")
     parser.add_argument("--data", choices=list(WORKS), default="novels", help="data set (default: novels)")
     parser.add_argument("--only", nargs="*", help="sweep and seeds: these methods")
@@ -641,18 +634,6 @@ def main() -> int:
                     ledger.run(run_spec(options.data, method, seed=seed, replicas=options.replicas, **rates))
                 elif rates is None and seed == seeds[0]:
                     print(f"{method}: its sweep has not ended")
-    elif options.phase in ("shorter", "longer"):
-        work = WORKS[options.data]
-        if options.phase == "shorter":
-            method, lengths, seeds = METHODS[0], SHORTER, work.few_seeds
-        else:
-            method, lengths, seeds = LOCAL, LONGER, work.seeds
-        rates = best_rates(ledger.lines(), options.data, method)
-        if rates is None:
-            raise SystemExit(f"run the sweep of {method} first")
-        for seed in seeds:
-            for spec in length_specs(options.data, method, rates, seed, lengths):
-                ledger.run(spec)
     elif options.phase == "rates":
         for _, spec in rate_specs(options.data):
             ledger.run(spec)

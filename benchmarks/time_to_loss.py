@@ -1,20 +1,16 @@
 """Compute how long each communication method takes to reach a loss on a slow link, from training runs and step times.
 
-    python benchmarks/time_to_loss.py benchmarks/results/network-2-10mbit-*.json
-    python benchmarks/time_to_loss.py --base "ddp fp16" benchmarks/results/network-2-10mbit-llama-10m-8k-*.json
+    python benchmarks/time_to_loss.py --base "ddp fp16" benchmarks/results/network-2-10mbit-llama-10m-8k-batch32-*.json
 
-The losses by step come from `comm_quality.py`: of the data `llama-10m-long` for the model `llama-10m`, else of the data
-that `network.py --preset` names. The step times come from `network.py`, measured with the same model and batch on a
-link. The time to a loss is the number of steps times the step time. DDP in 16 bits is taken to need as many steps as in
-32 bits. There are two target losses: the final loss of AdamW under DDP, and 0.01 nats above it, because runs of one
-method differ by as much between seeds. Losses are means over the seeds for which a method has most runs. A method that
-does not reach the loss in as many steps may reach it in a longer run, whose learning rate decays later. Steps in which
-PowerSGD still averages everything take as long as those of DDP.
+The losses by step come from `comm_quality.py`, of the data that `network.py --preset` names. The step times come from
+`network.py`, measured with the same model and batch on a link. The time to a loss is the number of steps times the step
+time. DDP in 16 bits is taken to need as many steps as in 32 bits. There are two target losses: the final loss of AdamW
+under DDP, and 0.01 nats above it, because runs of one method differ by as much between seeds. Losses are means over the
+seeds that all methods have. Steps in which PowerSGD still averages everything take as long as those of DDP.
 
 `bound` is the speed-up over DDP of an exchange that takes no time, at equal steps. It is computed from measured steps,
 and from the time of computing and then sending all gradients. The loss at equal time is each method's loss at the
-moment when the first method has done all its steps. For DDP, it is the lower of two losses: that of the best run with
-no more steps and its own schedule, and that of the long run at this moment.
+moment when the first method has done all its steps.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +28,6 @@ from dated import RESULTS
 from network import step_seconds
 from resumable import Ledger, Line, spec_key, steps_to_reach
 
-LLAMA_DATA = "llama-10m-long"
-"""Data of comm_quality.py for network.py's own model."""
 BASE, HALF = "ddp fp32", "ddp fp16"
 ALONE = "alone"
 TOLERANCE = 0.01
@@ -90,16 +84,6 @@ def loss_after(curve: Sequence[Sequence[float]], steps: float) -> float | None:
     return None if steps < at[0] else float(np.interp(steps, at, losses))
 
 
-def other_lengths(lines: quality.Lines, data: str, method: str, seed: int) -> list[Line]:
-    """Return the runs of a method with fewer or more steps than the others."""
-    rates = quality.best_rates(lines, data, method)
-    if rates is None:
-        return []
-    specs = quality.length_specs(data, method, rates, seed, (*quality.SHORTER, *quality.LONGER))
-    found = [lines.get(spec_key(spec)) for spec in specs]
-    return [line for line in found if line is not None and line["eval_loss"]]
-
-
 def compared(lines: quality.Lines, data: str, step_s: dict[str, float], base: str = BASE) -> dict[str, dict[str, Any]]:
     """Return the times to DDP's loss and the losses at equal time, by method.
 
@@ -116,41 +100,25 @@ def compared(lines: quality.Lines, data: str, step_s: dict[str, float], base: st
     shared = [seed for seed in runs[base] if all(seed in found for found in runs.values())]
     steps = quality.WORKS[data].steps
     end = min(elapsed_seconds(data, method, steps, step_s) for method in runs)
-    others = {
-        method: {seed: other_lengths(lines, data, trained_as[method], seed) for seed in shared} for method in runs
-    }
-    shorter = {method: with_most(found, lambda line: line["steps"] < steps) for method, found in others.items()}
-    equal = [seed for seed in shared if all(seed in seeds for seeds in shorter.values())]
     result: dict[str, dict[str, Any]] = {}
 
-    def seconds_to(method: str, seeds: Sequence[int], above: float) -> float:
-        """Return the seconds until the mean over seeds, in any run length, is `above` nats above DDP's final loss."""
-        goal = float(np.mean([runs[base][seed]["heldout"][-1][1] for seed in seeds])) + above
-        every: list[dict[Any, Any]] = [
-            {(line["steps"], line["lr"]): line["heldout"] for line in (runs[method][seed], *others[method][seed])}
-            for seed in seeds
-        ]
-        curves = [mean_curve([own[key] for own in every]) for key in every[0] if all(key in own for own in every)]
-        took = [reached for curve in curves if (reached := steps_to_reach(curve, goal)) is not None]
-        return elapsed_seconds(data, method, min(took), step_s) if took else float("inf")
+    def seconds_to(method: str, above: float) -> float:
+        """Return the seconds until the mean over seeds is `above` nats above DDP's final loss."""
+        goal = float(np.mean([runs[base][seed]["heldout"][-1][1] for seed in shared])) + above
+        took = steps_to_reach(mean_curve([runs[method][seed]["heldout"] for seed in shared]), goal)
+        return float("inf") if took is None else elapsed_seconds(data, method, took, step_s)
 
     for method, found in runs.items():
-        seeds = with_most(others[method], lambda line: line["steps"] > steps)
-        times = {name: seconds_to(method, seeds, above) for name, above in GOALS.items()}
+        times = {name: seconds_to(method, above) for name, above in GOALS.items()}
         done = steps_in(data, method, end, step_s)
-        losses: list[float | None] = []
-        for seed in equal:
-            known = [loss_after(found[seed]["heldout"], done)]
-            known += [other["eval_loss"] for other in others[method][seed] if other["steps"] <= done]
-            losses.append(min((loss for loss in known if loss is not None), default=None))
+        losses = [loss_after(found[seed]["heldout"], done) for seed in shared]
         told = [loss for loss in losses if loss is not None]
         result[method] = {
             "step_s": step_s[method],
             **{f"{name}_s": time for name, time in times.items()},
-            "seeds": seeds,
-            "faster": {name: seconds_to(base, seeds, GOALS[name]) / time for name, time in times.items()},
+            "seeds": shared,
+            "faster": {name: seconds_to(base, GOALS[name]) / time for name, time in times.items()},
             "loss_at_equal_time": float(np.mean(told)) if told and len(told) == len(losses) else None,
-            "equal_seeds": equal,
         }
     return result
 
@@ -158,12 +126,6 @@ def compared(lines: quality.Lines, data: str, step_s: dict[str, float], base: st
 def mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Return the mean of curves that were evaluated at the same steps."""
     return [[points[0][0], float(np.mean([loss for _, loss in points]))] for points in zip(*curves, strict=True)]
-
-
-def with_most(found: dict[int, list[Line]], counts: Callable[[Line], bool]) -> list[int]:
-    """Return the seeds with the largest number of matching runs."""
-    numbers = {seed: sum(map(counts, lines)) for seed, lines in found.items()}
-    return [seed for seed, number in numbers.items() if number == max(numbers.values())]
 
 
 def show(
@@ -183,14 +145,14 @@ def show(
         base_name: the method to compare with.
     """
     base, alone_s = found[base_name], step_s.get(ALONE)
-    print(f"of the mean over seeds; at equal time those of {', '.join(map(str, base['equal_seeds']))}")
+    print(f"of the mean over the seeds {', '.join(map(str, base['seeds']))}")
     faster = {name: row["faster"]["near"] for name, row in found.items()}
     for method, row in found.items():
         loss = row["loss_at_equal_time"]
         reached = [f"{share:.2f} x" if share else "never" for share in row["faster"].values()]
         print(
             f"{method:22} {1e3 * row['step_s']:9.1f} ms a step  to the loss {reached[0]:>8}, to {TOLERANCE:g} above it "
-            f"{reached[1]:>8} (seeds {', '.join(map(str, row['seeds']))})  at equal time "
+            f"{reached[1]:>8}  at equal time "
             f"{'not evaluated yet' if loss is None else f'{loss:.4f}'}"
         )
     ours = max((times for method, times in faster.items() if method.startswith("ours")), default=None)
@@ -222,7 +184,7 @@ def main() -> int:
     lines = Ledger(options.results, Path(quality.__file__)).lines()
     for path in options.links:
         link = json.loads(path.read_text(encoding="utf-8"))
-        data = LLAMA_DATA if link.get("preset") == "llama-10m" else link.get("preset")
+        data = link.get("preset")
         if data not in quality.WORKS:
             raise SystemExit(f"{path.name}: no runs of this model, {data}")
         work = quality.WORKS[data]
