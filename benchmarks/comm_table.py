@@ -24,7 +24,7 @@ import numpy as np
 from dated import RESULTS
 from network import cpu_seconds
 from resumable import Ledger, Line, interval, spec_key, steps_to_reach
-from time_to_loss import ALONE, BASE, elapsed_seconds, loss_after, steps_in, steps_on, trained
+from time_to_loss import ALONE, BASE, HALF, elapsed_seconds, loss_after, steps_in, steps_on, trained
 
 from scantling.comm import allreduce_wire_bytes
 
@@ -188,9 +188,14 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
 
 
 def times_table(links: Sequence[Link]) -> str:
-    """Return step times and speed-ups over DDP, one column per link, of the methods that all files have."""
+    """Return step times and speed-ups over DDP, one column per link, of the methods that all files have.
+
+    The bytes are those counted on the first link. The files have to have a run of DDP in 32 or in 16 bits.
+    """
     columns = [steps_on(link) for link in links]
-    header = ["exchange"]
+    base = next(method for method in (BASE, HALF) if all(method in times for times in columns))
+    whole = sent_bytes(links[0], base)
+    header = ["exchange", "kB counted", f"× fewer than {base}"]
     for link in links:
         trip = f", {link['round_trip_ms']:.0f} ms there and back" if link["emulated_round_trip"] else ""
         header += [f"{link['rate']}{trip}", "faster than DDP"]
@@ -198,9 +203,13 @@ def times_table(links: Sequence[Link]) -> str:
     for method in columns[0]:
         if not all(method in times for times in columns):
             continue
-        row = [method]
+        sent = sent_bytes(links[0], method)
+        if sent is None or whole is None or method == ALONE:
+            row = [method, NONE, NONE]
+        else:
+            row = [method, f"{sent[0] / 1e3:,.1f}", f"{whole[0] / sent[0]:.0f}"]
         for times in columns:
-            row += [f"{1e3 * times[method]:.0f}", f"{times[BASE] / times[method]:.1f} ×"]
+            row += [f"{1e3 * times[method]:.0f}", f"{times[base] / times[method]:.1f} ×"]
         rows.append(row)
     return markdown(header, rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,21 +61,19 @@ def optimizer_state() -> Pair:
     )
 
 
-def step_time() -> Pair:
-    """Return milliseconds per step of the slower rank, the median of three rounds."""
-    methods = content("network-2-100mbit-rounds-2026-11-26.json")["methods"]
+def sent_bytes() -> Pair:
+    """Return the bytes per step that the interface of the replica that sends most counted."""
+    methods = content("network-2-100mbit-llama-10m-8k-batch32-2026-12-01.json")["methods"]
 
-    def milliseconds(method: str, typical: Any) -> float:
-        return 1e3 * statistics.median(max(typical(rank["step_s"]) for rank in ranks) for ranks in methods[method])
+    def megabytes(method: str) -> float:
+        return max(rank["sent_bytes"] for ranks in methods[method] for rank in ranks) / 1e6
 
-    # Only every fifth of the local steps exchanges something, so their mean is the time per step.
-    values = (milliseconds("ddp fp32", statistics.median), milliseconds("ours k192 h5 all_gather", statistics.fmean))
     return Pair(
-        "Time of a step over 100 Mbit/s",
-        "10M parameters, two replicas, CPU",
-        ("DDP", "5 local steps"),
-        values,
-        "ms",
+        "Sent per step",
+        "15M parameters, vocabulary of 8,192, two replicas",
+        ("DDP, fp16", "15 local steps"),
+        (megabytes("ddp fp16"), megabytes("ours muon h15")),
+        "MB",
     )
 
 
@@ -97,8 +94,8 @@ def digits(value: float) -> str:
 
 
 def savings() -> str:
-    pairs = [step_memory(), optimizer_state(), step_time(), weights_on_disk()]
-    drawing = Drawing(540, 78 * len(pairs) + 14, "Memory, step time and size on disk, with and without Scantling")
+    pairs = [step_memory(), optimizer_state(), sent_bytes(), weights_on_disk()]
+    drawing = Drawing(540, 78 * len(pairs) + 14, "Memory, traffic and size on disk, with and without Scantling")
     left, longest = 120, 300
     for number, pair in enumerate(pairs):
         top = 78 * number + 14

@@ -253,8 +253,17 @@ def test_tables_of_the_exchanges() -> None:
     far = link(1.0, 1.0) | {"rate": "100mbit", "emulated_round_trip": True, "round_trip_ms": 50.4}
     del far["methods"]["alone"]
     found = comm_table.times_table([near, far]).splitlines()
-    assert found[0] == "| exchange | 1gbit | faster than DDP | 100mbit, 50 ms there and back | faster than DDP |"
-    assert found[2:] == ["| ddp fp32 | 2000 | 1.0 × | 4000 | 1.0 × |", "| ours k8 owner | 500 | 4.0 × | 1000 | 4.0 × |"]
+    columns = "1gbit | faster than DDP | 100mbit, 50 ms there and back | faster than DDP"
+    assert found[0] == f"| exchange | kB counted | × fewer than ddp fp32 | {columns} |"
+    rows = ["| ddp fp32 | 880.0 | 1 | 2000 | 1.0 × | 4000 | 1.0 × |"]
+    rows += ["| ours k8 owner | 8.8 | 100 | 500 | 4.0 × | 1000 | 4.0 × |"]
+    assert found[2:] == rows
+
+    for each in (near, far):
+        each["methods"]["ddp fp16"] = each["methods"].pop("ddp fp32")
+    found = comm_table.times_table([near, far]).splitlines()
+    assert found[0] == f"| exchange | kB counted | × fewer than ddp fp16 | {columns} |"
+    assert sorted(found[2:]) == [rows[0].replace("fp32", "fp16"), rows[1]]
 
 
 def test_step_time_with_few_exchanges_is_the_mean() -> None:
