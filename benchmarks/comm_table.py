@@ -188,17 +188,17 @@ def link_table(lines: quality.Lines, data: str, links: dict[tuple[int, str], Lin
 
 
 def times_table(links: Sequence[Link]) -> str:
-    """Return step times and speed-ups over DDP, one column per link, of the methods that all files have.
+    """Return bytes, step times and speed-ups over DDP, one column per link, of the methods that all files have.
 
-    The bytes are those counted on the first link. The files have to have a run of DDP in 32 or in 16 bits.
+    The bytes are those counted on the first link. All files must have a run of DDP in 32 bits, or all one in 16.
     """
     columns = [steps_on(link) for link in links]
     base = next(method for method in (BASE, HALF) if all(method in times for times in columns))
     whole = sent_bytes(links[0], base)
-    header = ["exchange", "kB counted", f"× fewer than {base}"]
+    header = ["exchange", "kB counted", "× fewer"]
     for link in links:
-        trip = f", {link['round_trip_ms']:.0f} ms there and back" if link["emulated_round_trip"] else ""
-        header += [f"{link['rate']}{trip}", "faster than DDP"]
+        trip = f", round trip of {link['round_trip_ms']:.0f} ms" if link["emulated_round_trip"] else ""
+        header += [f"{link['rate']}{trip}: ms", "× faster"]
     rows = []
     for method in columns[0]:
         if not all(method in times for times in columns):
@@ -209,7 +209,7 @@ def times_table(links: Sequence[Link]) -> str:
         else:
             row = [method, f"{sent[0] / 1e3:,.1f}", f"{whole[0] / sent[0]:.0f}"]
         for times in columns:
-            row += [f"{1e3 * times[method]:.0f}", f"{times[base] / times[method]:.1f} ×"]
+            row += [f"{1e3 * times[method]:.0f}", f"{times[base] / times[method]:.1f}"]
         rows.append(row)
     return markdown(header, rows)
 

@@ -89,8 +89,9 @@ def weights_on_disk() -> Pair:
     )
 
 
-def digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 20 else f"{value:.3g}"
+def digits(value: float, count: int = 3) -> str:
+    """Return a value from 20 on as a whole number, a smaller one with `count` significant digits."""
+    return f"{value:,.0f}" if value >= 20 else f"{value:.{count}g}"
 
 
 def savings() -> str:
@@ -105,7 +106,7 @@ def savings() -> str:
             y, width = top + 24 + 22 * row, longest * value / pair.values[0]
             drawing.text(10, y + 14, name)
             drawing.rect(left, y, width, 18, "accent" if row else "plain")
-            factor = f"  ({pair.values[0] / value:.2g} times less)" if row else ""
+            factor = f"  ({digits(pair.values[0] / value, 2)} times less)" if row else ""
             drawing.text(left + width + 8, y + 14, f"{digits(value)} {pair.unit}{factor}")
     return drawing.svg()
 

@@ -253,16 +253,15 @@ def test_tables_of_the_exchanges() -> None:
     far = link(1.0, 1.0) | {"rate": "100mbit", "emulated_round_trip": True, "round_trip_ms": 50.4}
     del far["methods"]["alone"]
     found = comm_table.times_table([near, far]).splitlines()
-    columns = "1gbit | faster than DDP | 100mbit, 50 ms there and back | faster than DDP"
-    assert found[0] == f"| exchange | kB counted | × fewer than ddp fp32 | {columns} |"
-    rows = ["| ddp fp32 | 880.0 | 1 | 2000 | 1.0 × | 4000 | 1.0 × |"]
-    rows += ["| ours k8 owner | 8.8 | 100 | 500 | 4.0 × | 1000 | 4.0 × |"]
+    columns = "1gbit: ms | × faster | 100mbit, round trip of 50 ms: ms | × faster"
+    assert found[0] == f"| exchange | kB counted | × fewer | {columns} |"
+    rows = ["| ddp fp32 | 880.0 | 1 | 2000 | 1.0 | 4000 | 1.0 |"]
+    rows += ["| ours k8 owner | 8.8 | 100 | 500 | 4.0 | 1000 | 4.0 |"]
     assert found[2:] == rows
 
     for each in (near, far):
         each["methods"]["ddp fp16"] = each["methods"].pop("ddp fp32")
     found = comm_table.times_table([near, far]).splitlines()
-    assert found[0] == f"| exchange | kB counted | × fewer than ddp fp16 | {columns} |"
     assert sorted(found[2:]) == [rows[0].replace("fp32", "fp16"), rows[1]]
 
 
