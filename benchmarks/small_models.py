@@ -67,7 +67,8 @@ def keep_freed_memory() -> None:
     """Keep freed memory in this process and its forks, so that large temporaries take no page faults.
 
     By default, glibc maps and unmaps each tensor of 32 MiB and more, and the kernel clears its pages each time. On a
-    virtual machine with two cores, this took a third of a step of comm_quality.py's `llama-10m-8k-batch32`.
+    virtual machine with two cores whose transparent huge pages are always on, this took a third of a step of
+    comm_quality.py's `llama-10m-8k-batch32`.
     """
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
     libc = ctypes.CDLL(None)
