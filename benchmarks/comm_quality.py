@@ -22,7 +22,7 @@ The data sets, `--data`:
   transformer of 0.5 million, on the color images of shapes.py. Running statistics are averaged over the replicas before
   each evaluation.
 - `llama-10m-long`: the preset llama-10m on bytes of the novels, 2,250 steps with the batches that network.py times, in
-  bf16. On a CPU without bf16 instructions, bf16_products.py emulates them; `widened` marks the lines of such runs.
+  bf16. A CPU without bf16 instructions computes products in fp32 and rounds them; `widened` marks lines of such runs.
 - `llama-10m-8k`: the same model with a vocabulary of 8,192 and a head apart from the embedding, both together 35 % of
   15 million parameters.
 - `llama-10m-8k-batch32`: the same with batches of 32 x 128 tokens, four times as many, for 600 steps. Only averaged
@@ -397,11 +397,12 @@ def build_recipe(spec: Spec) -> dict[str, Any]:
 def replica(rank: int, spec: Spec, port: int, out: str) -> None:
     """Run one process of a run; rank 0 writes the outcome."""
     import torch
-    from bf16_products import bf16_products
     from comm_methods import group
 
+    from scantling.numerics.bf16_products import bf16_products
+
     torch.set_num_threads(1)
-    with group(f"127.0.0.1:{port}", rank, spec["replicas"]), bf16_products():
+    with group(f"127.0.0.1:{port}", rank, spec["replicas"]), bf16_products(torch.device("cpu")):
         found = trained(rank, spec)
         if rank == 0:
             Path(out).write_text(json.dumps(found))

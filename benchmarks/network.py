@@ -11,7 +11,7 @@ out packet headers. Times are medians over the steps; each process has one threa
 replicas, only bytes are reported. `--rounds` repeats all methods several times and reports each method's ratio to the
 first one in the same round.
 
-On a CPU without bf16 instructions, bf16_products.py emulates bf16 products; `widened` marks the lines of such runs.
+A CPU without bf16 instructions computes bf16 products in fp32 and rounds them; `widened` marks the lines of such runs.
 
 With a round-trip time, a process instead of the bridge delays every frame, of 9000 bytes, by half of it. The round trip
 of a byte is measured first, and the result is marked as emulated.
@@ -221,15 +221,16 @@ def sent_bytes() -> int:
 def worker(rank: int, options: argparse.Namespace) -> None:
     """Run one replica in its namespace; print a line of JSON to stdout."""
     import torch
-    from bf16_products import bf16_products
     from comm_methods import group
     from small_models import keep_freed_memory
+
+    from scantling.numerics.bf16_products import bf16_products
 
     torch.set_num_threads(1)
     keep_freed_memory()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    with group(f"{address(0)}:{PORT + 1}", rank, options.replicas), bf16_products():
+    with group(f"{address(0)}:{PORT + 1}", rank, options.replicas), bf16_products(torch.device("cpu")):
         print(json.dumps({"rank": rank, **time_steps(rank, options)}), flush=True)
 
 

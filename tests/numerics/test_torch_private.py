@@ -242,10 +242,11 @@ def test_cpu_flash_attention_is_the_operation_of_cpu_attention() -> None:
             called.append(torch_private.overload_packet(func))
             return func(*args, **(kwargs or {}))
 
-    query = torch.ones(1, 2, 4, 8)
+    query = torch.ones(1, 2, 4, 8, requires_grad=True)
     with Mode():
-        nn.functional.scaled_dot_product_attention(query, query, query)
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     assert torch_private.cpu_flash_attention() in called
+    assert torch_private.cpu_flash_attention_backward() in called
 
 
 def test_tree_functions_walk_nested_outputs() -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scantling.errors import UserError
 from scantling.groups import param_groups
+from scantling.numerics import bf16_products as products
+from scantling.numerics.bf16_products import bf16_products
 from scantling.optim import CombinedOptimizer, build_optimizer
 
 
@@ -54,8 +57,31 @@ def test_muon_and_adamw_match_separate_steps() -> None:
         for param in apart.parameters():
             param.grad = torch.randn(param.shape, generator=generator)
         for one in alone:
-            one.step()
+            with bf16_products(torch.device("cpu")):
+                one.step()
     assert same(together, apart)
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_muon_multiplies_in_fp32_on_a_cpu_without_bf16(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_fast_matmul", lambda compute, device: is_fast)
+    net = model()
+    with Products() as seen:
+        train(net, muon(net), range(1))
+    assert seen.dtypes == {torch.bfloat16 if is_fast else torch.float32}
 
 
 def test_adamw_steps_embeddings_and_other_dims() -> None:

@@ -164,6 +164,11 @@ def cpu_flash_attention() -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+def cpu_flash_attention_backward() -> Any:
+    """Return the operation of its gradients."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
 # Base classes of all batch and instance norms, and of all convolutions. Only the subclasses are public.
 NormBase = nn.modules.batchnorm._NormBase
 ConvBase = nn.modules.conv._ConvNd

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scantling.errors import UserError
+from scantling.numerics.bf16_products import bf16_products
 from scantling.numerics.torch_private import load_state_dict_hooks
 
 
@@ -74,7 +76,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for member in self.members:
-            member.step()
+            # Muon orthogonalizes in bf16 on every device.
+            device = member.param_groups[0]["params"][0].device
+            with bf16_products(device) if isinstance(member, torch.optim.Muon) else nullcontext():
+                member.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

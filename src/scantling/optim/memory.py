@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from scantling.groups import MatrixDims
+from scantling.numerics.bf16_products import bf16_products
 from scantling.numerics.torch_private import TorchDispatchMode, storage_key
 from scantling.optim import _cpu, _triton
 from scantling.optim._eager import CPU_TILE, DEVICE_TILE, step_distinct_tiles
@@ -115,7 +117,7 @@ def predicted_temporary_bytes(name: str, layout: Layout, *, foreach: bool = Fals
             group["foreach"] = foreach and not options.get("fused")
     try:
         optimizer.step()  # creates the state, which is not scratch
-        with ScratchMeter(optimizer) as meter:
+        with ScratchMeter(optimizer) as meter, nullcontext() if foreach else bf16_products(torch.device("cpu")):
             optimizer.step()
     except (RuntimeError, NotImplementedError):
         each = [2 * prod(spec.shape) * spec.dtype.itemsize for spec in specs]

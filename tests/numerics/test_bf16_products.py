@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from scantling.numerics.bf16_products import Widened
+
 
 def _loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
@@ -12,8 +14,6 @@ def _loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_gradients_are_those_of_bf16() -> None:
-    from bf16_products import Widened
-
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((3, 16, 24), (32, 24)))
     own = torch.autograd.grad(_loss(x, weight), (x, weight))
@@ -24,8 +24,6 @@ def test_gradients_are_those_of_bf16() -> None:
 
 
 def test_results_are_products_in_fp32_rounded_once() -> None:
-    from bf16_products import Widened
-
     x, y = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
     expected = (x.float() @ y.float()).bfloat16()
     with Widened():

@@ -11,29 +11,33 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from scantling.numerics.device import has_fast_matmul
+from scantling.numerics.torch_private import (
+    TorchDispatchMode,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    tree_map_only,
+)
 
 _ATEN = torch.ops.aten
-_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION = cpu_flash_attention().default
 _PRODUCTS = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
     _ATEN.baddbmm.default,
     _ATTENTION,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    cpu_flash_attention_backward().default,
 }
 
 
-def bf16_products() -> AbstractContextManager[Any]:
-    """Return the context in which to train: a no-op if the CPU multiplies bf16 itself."""
-    return nullcontext() if has_fast_matmul("bf16", torch.device("cpu")) else Widened()
+def bf16_products(device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which to compute on a device: a null context if the device multiplies bf16 itself."""
+    return nullcontext() if has_fast_matmul("bf16", device) else Widened()  # type: ignore[no-untyped-call]
 
 
-class Widened(TorchDispatchMode):
+class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that computes products of bf16 tensors in fp32, forward and backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
